@@ -25,9 +25,9 @@ import optax
 
 from rosetta_t5.bench.harness import SIZES, add_workload, write_result
 from rosetta_t5.bench.train_step import add_switches, compile_step, switches
-from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
+from rosetta_t5.data.quickstart_data import stdlib_paragraphs
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 

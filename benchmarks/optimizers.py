@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data import quickstart_data
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
@@ -94,9 +94,9 @@ def read_tokens() -> np.ndarray:
   """Returns the ids of the documentation's text; text and vocabulary are made on first use."""
   import sentencepiece
 
-  folder = stdlib_corpus.data_folder()
-  stdlib_corpus.prepare(folder)
-  pieces = sentencepiece.SentencePieceProcessor(str(folder / stdlib_corpus.VOCABULARY_FILE))
+  folder = quickstart_data.data_folder()
+  quickstart_data.prepare(folder)
+  pieces = sentencepiece.SentencePieceProcessor(str(folder / quickstart_data.VOCABULARY_FILE))
   lines = [line for path in sorted(folder.glob("train-*.txt")) for line in path.open()]
   return np.concatenate([[*ids, pieces.eos_id()] for ids in pieces.encode(lines)]).astype(np.int32)
 

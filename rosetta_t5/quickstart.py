@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.data.local_files import stdlib_corpus
-from rosetta_t5.data.local_files.dates import write_dates
+from rosetta_t5.data import quickstart_data
+from rosetta_t5.data.quickstart_data import write_dates
 from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.run_report.run_folder import read_runs
 from rosetta_t5.terminal.command import begin
@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     The exit status of the training command that failed, or 0.
   """
   options = list(argv or ())
-  facts = stdlib_corpus.prepare()
+  facts = quickstart_data.prepare()
   write_dates(DATES)
   _say(
     f"Text: {facts['train_paragraphs'] + facts['validation_paragraphs']:,} paragraphs, "
     f"{facts['characters'] / 1e6:.1f} MB: {facts['source']}",
-    f"In {os.path.relpath(stdlib_corpus.data_folder())}, with a vocabulary of "
-    f"{stdlib_corpus.VOCAB_SIZE:,} tokens trained on it.",
+    f"In {os.path.relpath(quickstart_data.data_folder())}, with a vocabulary of "
+    f"{quickstart_data.VOCAB_SIZE:,} tokens trained on it.",
   )
   if status := _train("Pretraining", PRETRAIN, options):
     return status

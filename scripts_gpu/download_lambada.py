@@ -7,7 +7,7 @@ python scripts_gpu/download_lambada.py --file lambada_test.jsonl --data_dir DIR
 
 import sys
 
-from rosetta_t5.data.local_files.dataset_copies import install_lambada
+from rosetta_t5.data.download_scripts import install_lambada
 
 if __name__ == "__main__":
   sys.exit(install_lambada())

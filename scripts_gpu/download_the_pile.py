@@ -7,7 +7,7 @@ python scripts_gpu/download_the_pile.py --data_dir DIR  check a copy: its files,
 
 import sys
 
-from rosetta_t5.data.local_files.dataset_copies import check_pile
+from rosetta_t5.data.download_scripts import check_pile
 
 if __name__ == "__main__":
   sys.exit(check_pile())

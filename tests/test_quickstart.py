@@ -12,7 +12,7 @@ import gin
 import pytest
 
 from rosetta_t5 import quickstart
-from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data import quickstart_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXT = [
@@ -43,8 +43,8 @@ def test_a_training_command_that_fails_ends_the_quickstart_with_its_status(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("PYTHONPATH", str(ROOT))
-  monkeypatch.setattr(stdlib_corpus, "VOCAB_SIZE", 200)
-  stdlib_corpus.prepare(paragraphs=TEXT)
+  monkeypatch.setattr(quickstart_data, "VOCAB_SIZE", 200)
+  quickstart_data.prepare(paragraphs=TEXT)
   status = quickstart.main(["--gin.TRAIN_STEPPS=7"])
   output = capfd.readouterr()
   assert status != 0
@@ -60,7 +60,7 @@ def test_the_recipe_is_read_as_the_training_command_reads_it(
   recipe = quickstart.read_recipe(["--gin.TRAIN_STEPS=7"])
   assert recipe["total_steps"] == 7
   assert recipe["model_dir"] == "quickstart/run"
-  assert recipe["model"].module.config.vocab_size == stdlib_corpus.VOCAB_SIZE
+  assert recipe["model"].module.config.vocab_size == quickstart_data.VOCAB_SIZE
   assert list(tmp_path.iterdir()) == []  # Reading it prepares neither the text nor the vocabulary.
 
 

@@ -49,7 +49,7 @@ def inspect(options: argparse.Namespace) -> int:
   """Shows a task's data; returns 1 if it has problems, else 0."""
   from rosetta_t5.config.command_line import parse_command_line
   from rosetta_t5.data import DatasetConfig
-  from rosetta_t5.data.inspection.inspect_task import show_dataset
+  from rosetta_t5.data.inspection import show_dataset
   from rosetta_t5.data.tensorflow_import import import_seqio
 
   seqio = import_seqio()

@@ -62,7 +62,7 @@ def open_inputs(node: Any, folder: pathlib.Path) -> Any:
       if os.path.isabs(name) or ".." in file.relative_to(folder).parts:
         raise ConfigError(f"{name!r} is not a file in the folder of the run")
       if str(others.get("of")).startswith("gs://"):
-        from rosetta_t5.data.local_files.local_assets import add_copy
+        from rosetta_t5.data.local_copies import add_copy
 
         add_copy(str(others["of"]), file)  # Tasks name these vocabularies too.
       return str(file)
@@ -74,25 +74,25 @@ def open_inputs(node: Any, folder: pathlib.Path) -> Any:
 
 def describe_surroundings(modules: Iterable[str]) -> dict[str, Any]:
   """Returns where the run finds its data, and the files of its modules that are the user's own."""
-  from rosetta_t5.data.local_files import dataset_folders, stdlib_corpus
+  from rosetta_t5.data import local_copies, quickstart_data
   from rosetta_t5.data.seqio_internals import tfds_data_dir_override
 
-  given = tfds_data_dir_override() or os.environ.get(dataset_folders.VARIABLE)
+  given = tfds_data_dir_override() or os.environ.get(local_copies.DATA_VARIABLE)
   files = {module: getattr(sys.modules.get(module), "__file__", None) for module in modules}
   return {
     "data_folder": given and _absolute(given),
-    "quickstart_data": str(stdlib_corpus.data_folder()),
+    "quickstart_data": str(quickstart_data.data_folder()),
     "module_files": {module: file for module, file in files.items() if file},
   }
 
 
 def use_data_folders(surroundings: Mapping[str, Any]) -> None:
   """Makes tasks read the folders of data that a run has recorded, unless the user names others."""
-  from rosetta_t5.data.local_files import dataset_folders, stdlib_corpus
+  from rosetta_t5.data import local_copies, quickstart_data
 
   folders = {
-    dataset_folders.VARIABLE: surroundings.get("data_folder"),
-    stdlib_corpus.FOLDER_VARIABLE: surroundings.get("quickstart_data"),
+    local_copies.DATA_VARIABLE: surroundings.get("data_folder"),
+    quickstart_data.FOLDER_VARIABLE: surroundings.get("quickstart_data"),
   }
   for variable, folder in folders.items():
     if isinstance(folder, str) and os.path.isdir(folder):
@@ -115,15 +115,15 @@ def check_modules(modules: Iterable[str], surroundings: Mapping[str, Any]) -> No
 
 
 def _quickstart_vocabulary() -> dict[str, Any]:
-  from rosetta_t5.data.local_files import stdlib_corpus
+  from rosetta_t5.data import quickstart_data
 
-  file = stdlib_corpus.data_folder() / stdlib_corpus.VOCABULARY_FILE
-  return {"sentencepiece_model_file": str(file), "extra_ids": stdlib_corpus.EXTRA_IDS}
+  file = quickstart_data.data_folder() / quickstart_data.VOCABULARY_FILE
+  return {"sentencepiece_model_file": str(file), "extra_ids": quickstart_data.EXTRA_IDS}
 
 
 def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
   """Returns the description of a vocabulary's copy in a folder; the path, if there is no such file."""
-  from rosetta_t5.data.local_files.local_assets import announced_extra_ids, local_path
+  from rosetta_t5.data.local_copies import announced_extra_ids, local_path
 
   try:
     source = pathlib.Path(local_path(path))

@@ -12,7 +12,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_sour
 from rosetta_t5.config.dry_run import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.pipeline.task_lookup import (
   check_cached,
   check_feature_lengths,

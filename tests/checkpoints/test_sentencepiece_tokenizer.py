@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import 
   make_tokenizer,
   read_model,
 )
-from rosetta_t5.data.local_files.stdlib_corpus import stdlib_paragraphs
+from rosetta_t5.data.quickstart_data import stdlib_paragraphs
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 
 VIETNAMESE = "Tất cả mọi người sinh ra đều được tự do"

@@ -18,7 +18,7 @@ from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders
 from rosetta_t5.config.summary import get_gin_config_str
-from rosetta_t5.data.local_files import dataset_folders, local_assets, stdlib_corpus
+from rosetta_t5.data import local_copies, quickstart_data
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.trained_model import read_run, train
@@ -40,7 +40,7 @@ TRAIN_STEPS = 100
 MODEL_DIR = 'run'
 """
 OWN = "VOCABULARY = @seqio.SentencePieceVocabulary()\nseqio.SentencePieceVocabulary.sentencepiece_model_file = '{}'\n"
-GS = local_assets.T5_VOCABULARY
+GS = local_copies.T5_VOCABULARY
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,11 @@ def elsewhere(tmp_path, monkeypatch, spiece):
   """Returns a function that writes a run's folder and moves it away from the run's other files."""
   monkeypatch.setattr("rosetta_t5.trained_model.join_run", lambda *_: None)
   monkeypatch.setattr("rosetta_t5.config.launch.join_run", lambda *_: None)
-  for variable in (local_assets.VARIABLE, dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
+  for variable in (
+    local_copies.ASSETS_VARIABLE,
+    local_copies.DATA_VARIABLE,
+    quickstart_data.FOLDER_VARIABLE,
+  ):
     monkeypatch.setenv(variable, "")  # so that it is restored
     monkeypatch.delenv(variable)
   here, there = tmp_path / "here", tmp_path / "there"
@@ -62,7 +66,7 @@ def elsewhere(tmp_path, monkeypatch, spiece):
   monkeypatch.chdir(here)
   (here / "spiece.model").write_bytes(spiece)
   (here / "rows.txt").write_text("a text\n" * 20)
-  monkeypatch.setenv(local_assets.VARIABLE, f"{GS}={here / 'spiece.model'}")
+  monkeypatch.setenv(local_copies.ASSETS_VARIABLE, f"{GS}={here / 'spiece.model'}")
 
   def write_run(text: str) -> pathlib.Path:
     recipe = here / "run.gin"
@@ -74,7 +78,7 @@ def elsewhere(tmp_path, monkeypatch, spiece):
     gin.clear_config()
     shutil.move(here / "run", there / "run")
     (here / "spiece.model").unlink()
-    monkeypatch.delenv(local_assets.VARIABLE)
+    monkeypatch.delenv(local_copies.ASSETS_VARIABLE)
     monkeypatch.chdir(there / "empty")
     return there / "run"
 
@@ -94,18 +98,18 @@ def test_a_moved_folder_has_the_vocabulary_of_its_model_and_task(elsewhere, path
   assert described["files"] == [str(tmp_path / "here/rows.txt")]
   assert described["vocabulary"]["sentencepiece_model_file"]["of"] == path
   if path == GS:  # Tasks that name it find the copy too.
-    assert local_assets.local_path(GS) == vocabulary.sentencepiece_model_file
+    assert local_copies.local_path(GS) == vocabulary.sentencepiece_model_file
 
 
 def test_a_moved_run_on_the_quickstarts_text_writes_nothing_where_it_is_opened(elsewhere, spiece):
   data = pathlib.Path("quickstart/data").absolute()
   data.mkdir(parents=True)
-  (data / stdlib_corpus.VOCABULARY_FILE).write_bytes(spiece)
+  (data / quickstart_data.VOCABULARY_FILE).write_bytes(spiece)
   (data / "manifest.json").write_text("{}")
   folder = elsewhere("VOCABULARY = @stdlib_docs.vocabulary()")
   run, _ = read_run(folder)
   assert run["model"].input_vocabulary.vocab_size == 220
-  assert os.environ[stdlib_corpus.FOLDER_VARIABLE] == str(data)
+  assert os.environ[quickstart_data.FOLDER_VARIABLE] == str(data)
   shutil.rmtree(data)
   (folder.parent / "empty/rows.txt").write_text("a text\n")
   recipe, _ = read_run(folder, ["--gin.TRAIN_STEPS=3"])  # read from config.gin
@@ -114,17 +118,17 @@ def test_a_moved_run_on_the_quickstarts_text_writes_nothing_where_it_is_opened(e
 
 
 def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(tmp_path, monkeypatch):
-  for variable in (dataset_folders.VARIABLE, stdlib_corpus.FOLDER_VARIABLE):
+  for variable in (local_copies.DATA_VARIABLE, quickstart_data.FOLDER_VARIABLE):
     monkeypatch.setenv(variable, "")  # so that they are restored
-  monkeypatch.setenv(dataset_folders.VARIABLE, os.path.relpath(tmp_path))
+  monkeypatch.setenv(local_copies.DATA_VARIABLE, os.path.relpath(tmp_path))
   import_seqio().set_tfds_data_dir_override(None)  # An earlier test may have set it.
   recorded = describe_surroundings([])
   assert recorded["data_folder"] == str(tmp_path)
   use_data_folders(recorded | {"data_folder": "/"})
-  assert os.environ[dataset_folders.VARIABLE] == os.path.relpath(tmp_path)
-  monkeypatch.delenv(dataset_folders.VARIABLE)
+  assert os.environ[local_copies.DATA_VARIABLE] == os.path.relpath(tmp_path)
+  monkeypatch.delenv(local_copies.DATA_VARIABLE)
   use_data_folders(recorded)
-  assert os.environ[dataset_folders.VARIABLE] == str(tmp_path)
+  assert os.environ[local_copies.DATA_VARIABLE] == str(tmp_path)
 
 
 def test_a_module_that_is_not_found_is_named_with_the_runs_file():

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from rosetta_t5.data import quickstart_data
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.local_files import stdlib_corpus
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 AddTask = Callable[..., str]
@@ -92,8 +92,8 @@ def paragraphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
   text = [
     f"Paragraph {n} states that {n * n} is the square of {n} and of {-n}." for n in range(600)
   ]
-  monkeypatch.setattr(stdlib_corpus, "stdlib_paragraphs", lambda: iter(text))
-  monkeypatch.setattr(stdlib_corpus, "VOCAB_SIZE", 180)
+  monkeypatch.setattr(quickstart_data, "stdlib_paragraphs", lambda: iter(text))
+  monkeypatch.setattr(quickstart_data, "VOCAB_SIZE", 180)
   return text
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rosetta_t5.data.local_files.dataset_folders import VARIABLE, find_tfds
+from rosetta_t5.data.local_copies import DATA_VARIABLE as VARIABLE
+from rosetta_t5.data.local_copies import find_tfds
 from rosetta_t5.data.pipeline.task_lookup import has_split
-from rosetta_t5.data.tasks import catalogue, text_formats
-from rosetta_t5.data.tasks.known import glue
+from rosetta_t5.data.tasks import catalogue, known_tasks, text_formats
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 
@@ -57,9 +57,9 @@ def assert_same(ours: Any, expected: Any, examples: Sequence[dict[str, Any]]) ->
 def test_glue_texts_and_labels_are_t5s(theirs: Any) -> None:
   configs = pytest.importorskip("tensorflow_datasets").text.glue.Glue.builder_configs
   glue_utils = pytest.importorskip("t5.data.glue_utils")
-  assert set(configs) == set(glue.BENCHMARKS)
+  assert set(configs) == set(known_tasks.GLUE_BENCHMARKS)
   for name, config in configs.items():
-    _, labels, columns, _ = glue.BENCHMARKS[name]
+    _, labels, columns, _ = known_tasks.GLUE_BENCHMARKS[name]
     assert list(labels) == list(config.label_classes or [])
     example = {column: f" {column}, it's  (two) words" for column in columns}
     label: list[Any] = [4.37, 0.0] if name == "stsb" else [1, -1]
@@ -146,7 +146,7 @@ def write_squad(folder: pathlib.Path) -> None:
 
 def test_squad_is_read_from_its_own_files(tmp_path: pathlib.Path) -> None:
   write_squad(tmp_path)
-  source = catalogue.make_source("squad", catalogue.TASKS["squad_v010_allanswers"])
+  source = catalogue.KnownSource("squad", catalogue.TASKS["squad_v010_allanswers"])
   assert list(source.splits) == ["validation"]
   (example,) = source.get_dataset("validation", shuffle=False).as_numpy_iterator()
   assert example["answers"]["text"].tolist() == [b"Ann", b"Ann B."]
@@ -176,7 +176,7 @@ def test_the_folder_of_the_command_line_is_searched_before_all_others(
   made.mkdir(parents=True)
   (made / "dataset_info.json").write_text("{}")
   write_squad(folder_of_the_command_line)
-  source = catalogue.make_source("squad", spec)
+  source = catalogue.KnownSource("squad", spec)
   assert list(source.splits) == ["validation"]  # from the file; the TFDS folder has none
 
 
@@ -187,7 +187,7 @@ def test_mnli_examples_without_a_gold_label_are_left_out(
   rows = ["sentence1\tsentence2\tgold_label", 'A man.\tA "person.\tentailment', "x\ty\t-"]
   (tmp_path / "glue/mnli/dev_matched.tsv").write_text("\n".join(rows))
   spec = catalogue.TASKS["glue_mnli_v2"]
-  source = catalogue.make_source("mnli", spec)
+  source = catalogue.KnownSource("mnli", spec)
   dataset = source.get_dataset("validation_matched", shuffle=False).map(spec.text_format)
   (example,) = dataset.as_numpy_iterator()
   assert example["inputs"] == b'mnli hypothesis: A "person. premise: A man.'
@@ -225,7 +225,7 @@ def test_a_tfds_folder_with_a_name_in_camel_case_is_read(tmp_path: pathlib.Path)
   }
   info = {"name": "the_pile", "version": "1.0.0", "fileFormat": "tfrecord", "splits": [split]}
   (folder / "dataset_info.json").write_text(json.dumps(info))
-  source = catalogue.make_source("pile", catalogue.TASKS["the_pile_span_corruption"])
+  source = catalogue.KnownSource("pile", catalogue.TASKS["the_pile_span_corruption"])
   found = [
     e["text"].decode() for e in source.get_dataset("train", shuffle=False).as_numpy_iterator()
   ]

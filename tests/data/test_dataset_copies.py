@@ -8,7 +8,7 @@ import pathlib
 import pyarrow
 import pytest
 
-from rosetta_t5.data.local_files.dataset_copies import check_pile, install_lambada
+from rosetta_t5.data.download_scripts import check_pile, install_lambada
 
 
 @pytest.fixture
@@ -22,15 +22,11 @@ def pile(tmp_path: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def test_a_complete_copy_of_the_pile_is_indexed(
+def test_a_complete_copy_of_the_pile_has_no_problems(
   pile: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   assert check_pile(["--data_dir", str(pile.parent), "--full"]) == 0
   assert f"No problems found. Train with --tfds_data_dir={pile.parent}" in capsys.readouterr().out
-  index = json.loads((pile / "index.json").read_text())
-  facts = index["files"][str(pile / "train/07.jsonl.zst")]
-  assert facts["examples_read"] == 20
-  assert facts["subsets"] == {"Books3": 20}
 
 
 def test_a_broken_copy_of_the_pile_is_reported(

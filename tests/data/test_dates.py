@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from rosetta_t5.data.local_files.dates import as_text, write_dates
+from rosetta_t5.data.quickstart_data import date_text, write_dates
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from rosetta_t5.data.local_files.dates import as_text, write_dates
 )
 def test_ordinals_are_english(day: int, text: str) -> None:
   date = datetime.date(1976, 7, day)
-  assert as_text(date, "the {day}{ordinal} of {d:%B} {year}") == f"the {text} of July 1976"
+  assert date_text(date, "the {day}{ordinal} of {d:%B} {year}") == f"the {text} of July 1976"
 
 
 def test_rows_are_different_repeatable_and_written_once(tmp_path: pathlib.Path) -> None:

@@ -10,20 +10,11 @@ import numpy as np
 import pytest
 
 from rosetta_t5 import cli
-from rosetta_t5.data.inspection.inspect_task import BatchStatistics, bars, readable
+from rosetta_t5.data.inspection import readable
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 WORDS = ("red", "old", "cat", "hat", "sea", "sun")
-TASK = """
-import seqio
-from rosetta_t5.data import file_task
-vocabulary = seqio.SentencePieceVocabulary({model!r}, extra_ids=100)
-file_task({files!r}, vocabulary=vocabulary, validation_files={held_out!r}, name='inspected',
-          objective='seq2seq', inputs='text', targets='text')
-"""
-
-
 GIN = """
 from __gin__ import dynamic_registration
 import seqio
@@ -90,32 +81,6 @@ def test_prepare_prints_user_errors_and_exits(
   assert "error: There is no file '/nowhere/*.txt'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_inspect_finds_examples_that_are_in_two_splits(
-  model: str,
-  corpus: str,
-  tmp_path: pathlib.Path,
-  capsys: pytest.CaptureFixture[str],
-  monkeypatch: pytest.MonkeyPatch,
-  isolated_registries: None,
-) -> None:
-  first = str(tmp_path / "0.jsonl")
-  (tmp_path / "inspected_task.py").write_text(TASK.format(model=model, files=first, held_out=first))
-  monkeypatch.syspath_prepend(str(tmp_path))
-  arguments = ["inspected", "--module", "inspected_task", "--lengths", "inputs=64,targets=8"]
-  assert (
-    cli.main(["inspect", *arguments, "--batches", "12", "--batch-size", "10", "--examples", "0"])
-    == 1
-  )
-  text = capsys.readouterr().out
-  assert (
-    "problem: 120 of 120 examples (of the first 20,000 of each split) of 'validation' are" in text
-  )
-  # Targets of 8 tokens hold no text of 12 words.
-  assert "truncated: 0.0% of the inputs, 100.0% of the targets, of the first 120" in text
-  assert "decode(encode(text)) equals the text, except for spaces, in 128 of 128" in text
-
-
 def test_gin_files_and_files_of_rows_can_be_inspected(
   model: str,
   tmp_path: pathlib.Path,
@@ -142,20 +107,18 @@ def test_gin_files_and_files_of_rows_can_be_inspected(
   assert "has the columns 'id', 'question', 'answer': name those" in capsys.readouterr().err
 
 
-def test_texts_of_a_task_that_reads_lines_are_compared_and_lost_characters_named(
+def test_lost_characters_of_a_task_that_reads_lines_are_named(
   model: str,
   tmp_path: pathlib.Path,
   capsys: pytest.CaptureFixture[str],
   isolated_registries: None,
 ) -> None:
   seqio = import_seqio()
-  for split in ("train", "validation"):
-    (tmp_path / f"{split}.txt").write_text("red {cat}\nold hat\n" * 8)
-  patterns = {split: str(tmp_path / f"{split}.txt") for split in ("train", "validation")}
+  (tmp_path / "train.txt").write_text("red {cat}\nold hat\n" * 8)
   feature = seqio.Feature(seqio.SentencePieceVocabulary(model, extra_ids=100))
   seqio.TaskRegistry.add(
     "lines_of_text",
-    source=seqio.TextLineDataSource(patterns),
+    source=seqio.TextLineDataSource({"train": str(tmp_path / "train.txt")}),
     preprocessors=[
       lambda lines: lines.map(lambda line: {"inputs": line, "targets": line}),
       seqio.preprocessors.tokenize,
@@ -166,18 +129,9 @@ def test_texts_of_a_task_that_reads_lines_are_compared_and_lost_characters_named
   assert cli.main(["inspect", "lines_of_text", *arguments]) == 1
   text = capsys.readouterr().out
   assert "lost characters: '{' 16 times, '}' 16 times" in text
-  assert "2 of 2 examples (of the first 20,000 of each split) of 'validation' are also" in text
 
 
 def test_sentinels_and_the_end_token_are_shown(model: str) -> None:
   vocabulary = import_seqio().SentencePieceVocabulary(model, extra_ids=100)
   tokens = [*vocabulary.encode("red"), 117, *vocabulary.encode("sun cat"), 116, 1]
   assert readable(tokens, vocabulary) == "red ⟨0⟩ sun cat ⟨1⟩ ⟨end⟩"
-
-
-def test_bars_show_how_often_each_length_occurs() -> None:
-  statistics = BatchStatistics(row_lengths={"inputs": 24}, lengths={"inputs": [1, 1, 1, 24]})
-  line = bars(statistics.length_histogram("inputs", bins=24))
-  assert line[1] == "█"
-  assert line[-1] in "▁▂▃"
-  assert line[5] == " "

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rosetta_t5.data.local_files.local_assets import VARIABLE, local_path
+from rosetta_t5.data.local_copies import ASSETS_VARIABLE as VARIABLE
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data import task_metrics
-from rosetta_t5.data.local_files.dataset_folders import VARIABLE
+from rosetta_t5.data.local_copies import DATA_VARIABLE as VARIABLE
 from rosetta_t5.data.tasks import catalogue
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
@@ -42,7 +42,7 @@ def folder(shared: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.Mon
 def ours(name: str, split: str) -> list[dict[str, Any]]:
   """Returns the texts that the known task makes from the files."""
   spec = catalogue.TASKS[name]
-  dataset = catalogue.make_source(name, spec).get_dataset(split, shuffle=False)
+  dataset = catalogue.KnownSource(name, spec).get_dataset(split, shuffle=False)
   return list(dataset.map(spec.text_format).take(MAX_EXAMPLES).as_numpy_iterator())
 
 

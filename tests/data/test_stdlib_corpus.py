@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data import quickstart_data
 
 SOURCE = '''
 """The module's docstring, long enough to be one paragraph of prose.
@@ -41,7 +41,7 @@ def lines(folder: pathlib.Path, split: str) -> list[str]:
 def test_text_is_split_by_hash_without_losses(
   corpus_folder: pathlib.Path, paragraphs: list[str]
 ) -> None:
-  manifest = stdlib_corpus.prepare(corpus_folder)
+  manifest = quickstart_data.prepare(corpus_folder)
   train, validation = lines(corpus_folder, "train"), lines(corpus_folder, "validation")
   assert sorted(train + validation) == sorted(paragraphs)
   assert 0 < len(validation) < 30
@@ -52,21 +52,21 @@ def test_text_is_split_by_hash_without_losses(
 
 
 def test_preparing_again_changes_nothing(corpus_folder: pathlib.Path) -> None:
-  first = stdlib_corpus.prepare(corpus_folder)
+  first = quickstart_data.prepare(corpus_folder)
   stamps = {path: path.stat().st_mtime_ns for path in corpus_folder.iterdir()}
-  assert stdlib_corpus.prepare(corpus_folder, paragraphs=["another text"]) == first
+  assert quickstart_data.prepare(corpus_folder, paragraphs=["another text"]) == first
   assert {path: path.stat().st_mtime_ns for path in corpus_folder.iterdir()} == stamps
 
 
 def test_the_same_text_gives_the_same_files(
   corpus_folder: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
-  assert stdlib_corpus.prepare(corpus_folder) == stdlib_corpus.prepare(tmp_path / "again")
+  assert quickstart_data.prepare(corpus_folder) == quickstart_data.prepare(tmp_path / "again")
 
 
 def test_a_failure_leaves_no_incomplete_folder(corpus_folder: pathlib.Path) -> None:
   with pytest.raises(ValueError, match="No SentencePiece vocabulary"):
-    stdlib_corpus.prepare(corpus_folder, paragraphs=["too little text"] * 3)
+    quickstart_data.prepare(corpus_folder, paragraphs=["too little text"] * 3)
   assert list(corpus_folder.parent.iterdir()) == []
 
 
@@ -74,7 +74,7 @@ def test_another_folder_is_not_touched(corpus_folder: pathlib.Path) -> None:
   corpus_folder.mkdir(parents=True)
   (corpus_folder / "thesis.txt").write_text("years of work")
   with pytest.raises(ValueError, match=r"has no manifest\.json.*ROSETTA_T5_STDLIB_DOCS"):
-    stdlib_corpus.prepare(corpus_folder)
+    quickstart_data.prepare(corpus_folder)
   assert (corpus_folder / "thesis.txt").read_text() == "years of work"
 
 
@@ -82,10 +82,10 @@ def test_a_process_that_finishes_second_uses_the_firsts_folder(
   corpus_folder: pathlib.Path, paragraphs: list[str]
 ) -> None:
   def meanwhile() -> Iterator[str]:
-    stdlib_corpus.prepare(corpus_folder)
+    quickstart_data.prepare(corpus_folder)
     yield from [*paragraphs, "This line is the second process's alone, and it is lost."]
 
-  assert stdlib_corpus.prepare(corpus_folder, meanwhile())["train_paragraphs"] < 600
+  assert quickstart_data.prepare(corpus_folder, meanwhile())["train_paragraphs"] < 600
   assert len(lines(corpus_folder, "train") + lines(corpus_folder, "validation")) == 600
   assert list(corpus_folder.parent.iterdir()) == [corpus_folder]
 
@@ -96,7 +96,7 @@ def test_docstrings_and_comments_that_are_prose_are_extracted_once(tmp_path: pat
   (tmp_path / "latin.py").write_bytes(b"# \xe9 is no valid UTF-8 and so the file is left out.\n")
   (tmp_path / "test").mkdir()
   (tmp_path / "test" / "case.py").write_text("# Tests of the library are left out, all of them.\n")
-  assert list(stdlib_corpus.stdlib_paragraphs(tmp_path)) == [
+  assert list(quickstart_data.stdlib_paragraphs(tmp_path)) == [
     "The module's docstring, long enough to be one paragraph of prose.",
     "A second paragraph, over two lines of the file and long enough.",
     "A comment above the function which is continued on the line below it, in prose.",
@@ -104,6 +104,6 @@ def test_docstrings_and_comments_that_are_prose_are_extracted_once(tmp_path: pat
 
 
 def test_the_running_pythons_library_has_such_text() -> None:
-  first = list(itertools.islice(stdlib_corpus.stdlib_paragraphs(), 50))
+  first = list(itertools.islice(quickstart_data.stdlib_paragraphs(), 50))
   assert len(set(first)) == 50
-  assert first == list(itertools.islice(stdlib_corpus.stdlib_paragraphs(), 50))
+  assert first == list(itertools.islice(quickstart_data.stdlib_paragraphs(), 50))

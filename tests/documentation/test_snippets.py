@@ -18,8 +18,8 @@ from snippets import PAGES, Snippet, read_snippets
 from user_files import TEXTS, continue_quickstart, copy_user_files, write_user_files
 
 from rosetta_t5.config.language.gin_internals import unregister
-from rosetta_t5.data.local_files import stdlib_corpus
-from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data import quickstart_data
+from rosetta_t5.data.local_copies import T5_VOCABULARY
 from rosetta_t5.data.tensorflow_import import import_seqio
 
 LANGUAGES = {"bash", "console", "gin", "python", "json", "text"}
@@ -61,13 +61,13 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("ROSETTA_T5_DATA", str(folder / "data"))
     patch.setenv("ROSETTA_T5_ASSETS", f"{T5_VOCABULARY}={folder / 'spiece.model'}")
-    patch.setenv(stdlib_corpus.FOLDER_VARIABLE, str(folder / "quickstart/data"))
-    patch.setattr(stdlib_corpus, "VOCAB_SIZE", 300)
+    patch.setenv(quickstart_data.FOLDER_VARIABLE, str(folder / "quickstart/data"))
+    patch.setattr(quickstart_data, "VOCAB_SIZE", 300)
     patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
     # Processes that tokenize would take seconds to start.
     prepare = importlib.import_module("rosetta_t5.data.prepared.prepare")
     patch.setattr(prepare, "ProcessPoolExecutor", lambda *_, **options: InlineExecutor())
-    stdlib_corpus.prepare(paragraphs=TEXTS)
+    quickstart_data.prepare(paragraphs=TEXTS)
     _register_stdlib_docs()
     write_user_files(folder)
     yield folder

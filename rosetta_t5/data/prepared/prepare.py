@@ -18,7 +18,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from typing import Any
 
 from rosetta_t5 import manifest as file_manifest
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece

@@ -1,4 +1,4 @@
-"""The known tasks, which are registered with SeqIO when their names are first used.
+"""Registers known tasks with SeqIO when their names are first used.
 
 SeqIO refuses to register a name twice, and the package t5 registers many of the same names. A known task
 is therefore registered only if its name is free, and it is removed if t5 registers that name later.
@@ -7,22 +7,17 @@ is therefore registered only if its name is free, and it is removed if t5 regist
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5.argument_types import check_one_of
-from rosetta_t5.data.local_files import dataset_folders
-from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.local_copies import DATA_VARIABLE, T5_VOCABULARY, data_folders, find_tfds
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader, ReadOptions, make_converter
 from rosetta_t5.data.seqio_internals import tfds_data_dir_override
-from rosetta_t5.data.tasks.known import glue, pretraining, supervised
-from rosetta_t5.data.tasks.task_spec import TaskSpec
+from rosetta_t5.data.tasks.known_tasks import TASKS, TaskSpec
 from rosetta_t5.data.tensorflow_import import seqio, tf
-
-TASKS: Mapping[str, TaskSpec] = {**pretraining.TASKS, **glue.TASKS, **supervised.TASKS}
-
-_registered_here: dict[str, seqio.Task] = {}
 
 
 def registered_names() -> set[str]:
@@ -32,13 +27,10 @@ def registered_names() -> set[str]:
 
 def register(name: str) -> None:
   """Registers the known task of this name, unless the name is unknown or already registered."""
-  registry = seqio.TaskRegistry
-  if name not in TASKS or name in registry.names():
-    return
-  _replace_on_later_registration()
-  task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
-  registry.add_provider(name, task)
-  _registered_here[name] = task
+  if name in TASKS and name not in seqio.TaskRegistry.names():
+    _replace_on_later_registration()
+    task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
+    seqio.TaskRegistry.add_provider(name, task)
 
 
 def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
@@ -56,13 +48,12 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
   """
   check_one_of("data.known_task.name", name, sorted(TASKS))
   registry = seqio.TaskRegistry
-  new_name, number = f"{name}_own_vocabulary", 1
-  while new_name in registry.names():
+  for number in itertools.count(1):
+    new_name = f"{name}_own_vocabulary" + (f"_{number}" if number > 1 else "")
+    if new_name not in registry.names():
+      registry.add_provider(new_name, _make_task(new_name, name, vocabulary))
     if registry.get(new_name).output_features["targets"].vocabulary == vocabulary:
-      return new_name
-    number += 1
-    new_name = f"{name}_own_vocabulary_{number}"
-  registry.add_provider(new_name, _make_task(new_name, name, vocabulary))
+      break
   return new_name
 
 
@@ -77,7 +68,7 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.
   features["targets"] = seqio.Feature(vocabulary, add_eos=spec.add_eos)
   return CountedTask(
     new_name,
-    source=make_source(name, spec),
+    source=KnownSource(name, spec),
     preprocessors=[
       seqio.map_over_dataset(spec.text_format),
       *objective_preprocessors(spec.objective),
@@ -95,86 +86,84 @@ def _replace_on_later_registration() -> None:
   add = registry.add_provider
 
   def add_provider(name: str, provider: Any) -> None:
-    task = _registered_here.pop(name, None)
-    if task is not None and name in registry.names() and registry.get(name) is task:
+    if name in registry.names() and isinstance(registry.get(name).source, KnownSource):
       registry.remove(name)
     add(name, provider)
 
   registry.add_provider = add_provider
 
 
-def make_source(name: str, spec: TaskSpec) -> seqio.DataSource:
-  """Returns a known task's source, which searches this machine for the data when it is first used."""
+class KnownSource:
+  """A SeqIO data source of a known task, which searches this machine for the data when it is first used.
 
-  class KnownSource(seqio.DataSource):
-    """Delegates to the source that is found: TensorFlow Datasets' files, or the distributed files."""
+  What is not defined here is an attribute of the source that is found: one of TensorFlow Datasets' files, or
+  one of the files as they were distributed.
+  """
 
-    def __init__(self) -> None:
-      super().__init__(splits=spec.splits or ())
+  # These are read when a task is made or described, before its data is needed.
+  arguments, caching_permitted = None, True
 
-    @functools.cached_property
-    def _source(self) -> seqio.DataSource:
-      return _find_source(name, spec)
+  def __init__(self, name: str, spec: TaskSpec):
+    self._name, self._spec = name, spec
 
-    @property
-    def splits(self) -> Sequence[str]:
-      return self._splits or self._source.splits
+  @functools.cached_property
+  def _found(self) -> seqio.DataSource:
+    return find_source(self._name, self._spec)
 
-    @property
-    def is_movable(self) -> bool:
-      return getattr(self._source, "is_movable", False)
+  @property
+  def splits(self) -> Sequence[str]:
+    """The splits of the task."""
+    return self._spec.splits or self._found.splits
 
-    @property
-    def reads_parts(self) -> bool:
-      """Whether a split may be a part of one, like "train[:90%]"."""
-      return isinstance(self._source, seqio.TfdsDataSource)
+  @property
+  def reads_parts(self) -> bool:
+    """Whether a split may be a part of one, like "train[:90%]"."""
+    return isinstance(self._found, seqio.TfdsDataSource)
 
-    @property
-    def supports_arbitrary_sharding(self) -> bool:
-      return self._source.supports_arbitrary_sharding
+  def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
+    """Returns the examples of a split as TensorFlow Datasets has them."""
+    dataset = self._found.get_dataset(split=split, **options)
+    return dataset if self.reads_parts else dataset.map(self._spec.files.to_example)
 
-    def list_shards(self, split: str) -> Sequence[str]:
-      return self._source.list_shards(split)
-
-    def num_input_examples(self, split: str) -> int | None:
-      return self._source.num_input_examples(split)
-
-    def count_examples(self, split: str, **options: Any) -> tuple[int, bool]:
-      return self._source.count_examples(split, **options)
-
-    def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
-      dataset = self._source.get_dataset(split=split, **options)
-      return dataset if self.reads_parts else dataset.map(spec.files.to_example)
-
-  return KnownSource()
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith("_"):
+      raise AttributeError(name)
+    return getattr(self._found, name)
 
 
-def _find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
-  """Returns the source that reads the first copy of the data.
+def find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
+  """Returns the source that reads the first copy of a known task's data.
 
   Raises:
     ValueError: the data is not on this machine. The message lists the folders that were searched.
   """
   from rosetta_t5.data.reading.file_source import FileSource
 
-  folders = dataset_folders.data_folders(tfds_data_dir_override())
+  folders = data_folders(tfds_data_dir_override())
+  files = spec.files
   for folder in folders:
-    if spec.tfds and (tfds_folder := dataset_folders.find_tfds(spec.tfds, folder)):
+    if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
       source = seqio.TfdsDataSource(read_only=True)
       # SeqIO would use --tfds_data_dir, the parent folder, if it were not overridden here.
       source.tfds_dataset.override_data_dir(str(tfds_folder))
       return source
-    files = spec.files
-    if found := dataset_folders.find_distributed_files(files, folder):
+    if found := files.find(folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
-      # In the tsv files of public data sets, quotes are ordinary characters.
-      options = {
-        split: ReadOptions(quoted=False if ".tsv" in paths[0] else None)
-        for split, paths in found.items()
-      }
-      readers = {
-        split: BlockReader(select_texts, of_split, read=files.read)
-        for split, of_split in options.items()
-      }
+      readers = {}
+      for split, paths in found.items():
+        # In the tsv files of public data sets, quotes are ordinary characters.
+        options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
+        readers[split] = BlockReader(select_texts, options, read=files.read)
       return FileSource(found, readers, files.names)
-  raise ValueError(dataset_folders.missing_data_message(name, spec, folders))
+  lines = [
+    f"The data of the task '{name}' is not on this machine, and data is never downloaded.",
+    "Searched:",
+  ]
+  patterns = ", ".join(of_split[0] for of_split in files.splits.values())
+  for folder in folders:
+    if spec.tfds:
+      lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
+    lines.append(f"  {folder / files.folder}/ with {patterns}")
+  lines += [f"{spec.source_hint}."] * bool(spec.source_hint)
+  lines.append(f"Name another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}.")
+  raise ValueError("\n".join(lines))

@@ -13,7 +13,7 @@ from absl import logging
 
 from rosetta_t5.argument_types import Percentage, check_one_of, one_of
 from rosetta_t5.data import task_metrics as known_metrics
-from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.local_copies import T5_VOCABULARY
 from rosetta_t5.data.objectives import text_objectives
 from rosetta_t5.data.reading import (
   BadExamples,

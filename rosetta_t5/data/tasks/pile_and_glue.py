@@ -5,7 +5,7 @@ A run does not need it, because these tasks are registered when their names are 
 
 from __future__ import annotations
 
-from rosetta_t5.data.local_files.local_assets import T5_VOCABULARY
+from rosetta_t5.data.local_copies import T5_VOCABULARY
 from rosetta_t5.data.tasks.catalogue import TASKS, register
 from rosetta_t5.data.tensorflow_import import seqio
 

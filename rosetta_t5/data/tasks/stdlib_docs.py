@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from rosetta_t5.data.local_files import stdlib_corpus
+from rosetta_t5.data import quickstart_data
 from rosetta_t5.data.objectives.span_corruption import span_corruption
 from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
 from rosetta_t5.data.tensorflow_import import seqio
@@ -19,7 +19,7 @@ from rosetta_t5.data.tensorflow_import import seqio
 TASK = "stdlib_docs_span_corruption"
 BYTES_TASK = "stdlib_docs_bytes"
 
-_prepare_once = functools.cache(stdlib_corpus.prepare)
+_prepare_once = functools.cache(quickstart_data.prepare)
 
 
 class StdlibDocsVocabulary(seqio.SentencePieceVocabulary):
@@ -53,13 +53,13 @@ class StdlibDocsSource(seqio.TextLineDataSource):
 
 def vocabulary(folder: pathlib.Path | None = None) -> seqio.Vocabulary:
   """Returns the task's vocabulary, for gin: `VOCABULARY = @stdlib_docs.vocabulary()`."""
-  path = (folder or stdlib_corpus.data_folder()) / stdlib_corpus.VOCABULARY_FILE
-  return StdlibDocsVocabulary(str(path), extra_ids=stdlib_corpus.EXTRA_IDS)
+  path = (folder or quickstart_data.data_folder()) / quickstart_data.VOCABULARY_FILE
+  return StdlibDocsVocabulary(str(path), extra_ids=quickstart_data.EXTRA_IDS)
 
 
 def register(name: str = TASK, folder: pathlib.Path | None = None) -> None:
   """Registers the task, which reads `folder` (by default `data_folder()`)."""
-  folder = folder or stdlib_corpus.data_folder()
+  folder = folder or quickstart_data.data_folder()
   feature = seqio.Feature(vocabulary(folder), add_eos=True)
   seqio.TaskRegistry.add(
     name,
@@ -78,7 +78,7 @@ def register_bytes(name: str = BYTES_TASK, folder: pathlib.Path | None = None) -
   """Registers the task of a decoder that predicts each byte of the text; it has targets only."""
   seqio.TaskRegistry.add(
     name,
-    source=StdlibDocsSource(folder or stdlib_corpus.data_folder()),
+    source=StdlibDocsSource(folder or quickstart_data.data_folder()),
     preprocessors=[
       lambda lines: lines.map(lambda line: {"targets": line}),
       *objective_preprocessors("causal_lm"),

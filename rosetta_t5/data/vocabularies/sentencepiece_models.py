@@ -15,7 +15,7 @@ from typing import Any
 
 from absl import logging
 
-from rosetta_t5.data.local_files.local_assets import announced_extra_ids, local_path
+from rosetta_t5.data.local_copies import announced_extra_ids, local_path
 from rosetta_t5.terminal import progress
 
 # The ids that T5's vocabularies have, as flags of SentencePiece's spm_train.

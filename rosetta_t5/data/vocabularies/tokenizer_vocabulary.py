@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_copies import local_path
 
 if TYPE_CHECKING:
   import seqio

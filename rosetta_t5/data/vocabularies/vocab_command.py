@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rosetta_t5.data.local_files.local_assets import local_path
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files, make_converter
 from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
 from rosetta_t5.data.vocabularies.sentencepiece_models import (

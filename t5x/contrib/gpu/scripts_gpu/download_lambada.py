@@ -1,6 +1,6 @@
 """Where LAMBADA is, and putting a copy of it into its place (NVIDIA's script of this name)."""
 
-from rosetta_t5.data.local_files.dataset_copies import install_lambada as main
+from rosetta_t5.data.download_scripts import install_lambada as main
 
 if __name__ == "__main__":
   raise SystemExit(main())

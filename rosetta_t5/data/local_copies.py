@@ -1,9 +1,9 @@
-"""Finds local copies of vocabularies that recipes name by public gs:// paths.
+"""Finds local copies of vocabularies and datasets that recipes name by public paths; nothing is downloaded.
 
-The environment variable ROSETTA_T5_ASSETS lists where the copies are, separated by commas. An entry is
-a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's name, or only the last
-folder and file of a path), or a mapping
-`gs://path=/local/path` of one file or folder.
+The environment variable ROSETTA_T5_ASSETS lists where the copies of vocabularies are, separated by commas. An
+entry is a folder that holds the copies (t5-data/vocabs/…, with or without the bucket's name, or only the last
+folder and file of a path), or a mapping `gs://path=/local/path` of one file or folder. ROSETTA_T5_DATA names
+the folder of datasets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import pathlib
 import re
 
 T5_VOCABULARY = "gs://t5-data/vocabs/cc_all.32000.100extra/sentencepiece.model"
-VARIABLE = "ROSETTA_T5_ASSETS"
+ASSETS_VARIABLE = "ROSETTA_T5_ASSETS"
+DATA_VARIABLE = "ROSETTA_T5_DATA"
 _EXTRA_IDS = re.compile(r"\.(\d+)extra$")  # at the end of a folder's name
 
 
@@ -24,20 +25,20 @@ def local_path(path: str) -> str:
     ValueError: the file does not exist. The message lists the paths searched and what to set.
   """
   if not path.startswith("gs://"):
-    if not os.path.isfile(path) and "://" not in path:  # a device or a pipe would never end
+    if not os.path.isfile(path) and "://" not in path:
       raise ValueError(
         f"There is no vocabulary file {path}: give the path of an existing one, or train one: "
         "rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
       )
     return path
-  candidates = _candidates(path, os.environ.get(VARIABLE, ""))
+  candidates = _candidates(path, os.environ.get(ASSETS_VARIABLE, ""))
   for candidate in candidates:
     if candidate.exists():
       return str(candidate)
   searched = f" Looked for {', '.join(map(str, candidates))}." if candidates else ""
   raise ValueError(
     f"{path} is not on this machine, and files are never downloaded.{searched} Copy it here and set "
-    f"the environment variable {VARIABLE}='{path}=/path/of/the/copy' (or to a folder that holds "
+    f"the environment variable {ASSETS_VARIABLE}='{path}=/path/of/the/copy' (or to a folder that holds "
     f"{path.removeprefix('gs://')}), or give a local path instead (in a gin file: "
     "seqio.SentencePieceVocabulary.sentencepiece_model_file = '/path/of/the/copy')"
   )
@@ -45,8 +46,8 @@ def local_path(path: str) -> str:
 
 def add_copy(path: str, copy: str | os.PathLike[str]) -> None:
   """Adds a local copy of a gs:// path, which is used if the environment variable names no other."""
-  entries = [os.environ.get(VARIABLE, ""), f"{path}={os.fspath(copy)}"]
-  os.environ[VARIABLE] = ",".join(filter(None, entries))
+  entries = [os.environ.get(ASSETS_VARIABLE, ""), f"{path}={os.fspath(copy)}"]
+  os.environ[ASSETS_VARIABLE] = ",".join(filter(None, entries))
 
 
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
@@ -71,3 +72,43 @@ def announced_extra_ids(path: str | os.PathLike[str]) -> int:
   """Returns the number of extra ids that the folder of a vocabulary announces, or 0."""
   announced = _EXTRA_IDS.search(pathlib.PurePosixPath(path).parent.name)
   return int(announced[1]) if announced else 0
+
+
+def data_folders(tfds_data_dir: str | None = None) -> list[pathlib.Path]:
+  """Returns the folders that are searched for datasets, in this order and without duplicates.
+
+  Args:
+    tfds_data_dir: the value of --tfds_data_dir.
+  """
+  named = [
+    tfds_data_dir,
+    os.environ.get(DATA_VARIABLE),
+    os.environ.get("TFDS_DATA_DIR"),
+    "~/tensorflow_datasets",
+  ]
+  return list(dict.fromkeys(pathlib.Path(name).expanduser() for name in named if name))
+
+
+def find_tfds(dataset: str, folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the folder of a dataset that TensorFlow Datasets wrote, or None.
+
+  If the requested version does not exist, the latest other version is returned. The code that built the
+  dataset is not needed. `ThePile` and `the_pile` name the same dataset.
+
+  Args:
+    dataset: "name/configuration:version".
+    folder: the data folder to search.
+  """
+  name, _, version = dataset.partition(":")
+  first, slash, rest = name.partition("/")
+  camel_case = "".join(word.capitalize() for word in first.split("_")) + slash + rest
+  built = [
+    info.parent
+    for spelling in (name, camel_case)
+    for info in folder.joinpath(spelling).glob("*/dataset_info.json")
+  ]
+
+  def rank(path: pathlib.Path) -> tuple[bool, list[int]]:
+    return path.name == version, [int(number) for number in re.findall(r"\d+", path.name)]
+
+  return max(built, key=rank, default=None)

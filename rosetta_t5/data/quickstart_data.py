@@ -1,6 +1,6 @@
-"""Writes the quickstart's text and vocabulary, made from the running Python's standard library.
+"""Writes the quickstart's data: text and vocabulary from Python's standard library, and rows of dates.
 
-Its docstrings and comments are about 2 MB of English about code, which every machine has, for runs that need
+The library's docstrings and comments are about 2 MB of English about code, which every machine has, for runs that need
 real text without a download. Text and vocabulary are written once, and kept when the library changes, because
 a checkpoint can only be used with the vocabulary that it was trained with.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import datetime
 import hashlib
 import json
 import os
 import pathlib
 import platform
+import random
 import re
 import sysconfig
 import tempfile
@@ -21,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
+from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import ctrl_c
 
 EXTRA_IDS = 100
@@ -34,6 +37,16 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 _MIN_CHARACTERS = 40
 # A paragraph with a smaller share of letters and spaces is a table, a listing or a drawing.
 _MIN_LETTERS = 0.8
+_FIRST_DATE, _LAST_DATE = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
+_DATE_FORMATS = (
+  "{d:%B} {day}, {year}",
+  "{d:%b} {day}, {year}",
+  "{d:%A}, {day} {d:%B} {year}",
+  "{d:%B} {day}{ordinal}, {year}",
+  "the {day}{ordinal} of {d:%B} {year}",
+  "{day} {d:%b} {year}",
+  "{day}.{d.month}.{year}",
+)
 
 
 def data_folder() -> pathlib.Path:
@@ -170,3 +183,27 @@ def _paragraphs(text: str) -> Iterator[str]:
       and ">>>" not in paragraph
     ):
       yield paragraph
+
+
+def write_dates(path: pathlib.Path, count: int = 10_000, seed: int = 0) -> None:
+  """Writes `count` different rows such as {"date": "the 4th of July 1776", "iso": "1776-07-04"}.
+
+  Nothing is written if the file exists. The dates are between 1900 and 2099, in English.
+  """
+  if path.exists():
+    return
+  rng = random.Random(seed)
+  rows: dict[str, str] = {}
+  while len(rows) < count:
+    date = _FIRST_DATE + datetime.timedelta(days=rng.randint(0, (_LAST_DATE - _FIRST_DATE).days))
+    rows[date_text(date, rng.choice(_DATE_FORMATS))] = date.isoformat()
+  lines = (json.dumps({"date": text, "iso": iso}) + "\n" for text, iso in rows.items())
+  path.parent.mkdir(parents=True, exist_ok=True)
+  write_atomically(path, "".join(lines))
+
+
+def date_text(date: datetime.date, template: str) -> str:
+  """Returns a date in a format, in which {ordinal} is the st, nd, rd or th of the day."""
+  day = date.day
+  ordinal = "th" if day in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
+  return template.format(d=date, day=day, year=date.year, ordinal=ordinal)

@@ -1,1 +1,0 @@
-"""`rosetta-t5 inspect`: shows a task's batches as text, and checks its data."""

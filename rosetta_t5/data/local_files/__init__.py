@@ -1,1 +1,0 @@
-"""Local copies of public datasets and vocabularies, and the text of the quickstart."""

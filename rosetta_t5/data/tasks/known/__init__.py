@@ -1,1 +1,0 @@
-"""The known tasks as tables: pretraining, GLUE and other supervised tasks."""

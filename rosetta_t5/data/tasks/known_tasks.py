@@ -1,0 +1,345 @@
+"""The known tasks as tables: pretraining, GLUE and other supervised tasks, in T5's text formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from rosetta_t5.data import task_metrics
+from rosetta_t5.data.reading import BadExample, ReadOptions, read_records
+from rosetta_t5.data.reading.examples import Convert
+from rosetta_t5.data.tasks import text_formats
+from rosetta_t5.data.tensorflow_import import tf
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFiles:
+  """A dataset's files as they were distributed.
+
+  Attributes:
+    folder: the dataset's folder in a data folder.
+    splits: file patterns for each split. A split without matching files does not exist.
+    names: the names of an example's texts.
+    select_texts: converts a record to {name: text}, or returns why it cannot be used; None selects the
+      columns called `names`.
+    to_example: converts these texts (tensors) to the example that TFDS has.
+    read: reads a file's records.
+  """
+
+  folder: str
+  splits: Mapping[str, tuple[str, ...]]
+  names: tuple[str, ...]
+  select_texts: Convert | None = None
+  to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+  read: Callable[[str, ReadOptions], Any] = read_records
+
+  def find(self, folder: pathlib.Path) -> Mapping[str, list[str]]:
+    """Returns the dataset's files in a data folder by split, without splits that have no files."""
+    found = {
+      split: sorted(
+        {str(file) for pattern in patterns for file in (folder / self.folder).glob(pattern)}
+      )
+      for split, patterns in self.splits.items()
+    }
+    return {split: paths for split, paths in found.items() if paths}
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskSpec:
+  """The specification from which a known SeqIO task is built.
+
+  Attributes:
+    tfds: "dataset/configuration:version" in TensorFlow Datasets, or "" if TFDS does not have it.
+    text_format: converts an example (tensors) as TFDS has it to texts (see `text_formats`).
+    files: the same dataset as it was distributed.
+    objective: how the texts become training examples (see `text_objectives`).
+    splits: the task's splits; None means all splits of the dataset.
+    postprocess: converts the model's text to what the metrics compare.
+    metrics: functions of targets and predictions.
+    source_hint: where to get the data, for the error message if it is missing.
+    add_eos: whether inputs and targets end with an end token.
+  """
+
+  tfds: str
+  text_format: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+  files: LocalFiles
+  objective: str = "seq2seq"
+  splits: tuple[str, ...] | None = None
+  postprocess: Callable[..., Any] | None = None
+  metrics: tuple[Callable[..., Any], ...] = ()
+  source_hint: str = ""
+  add_eos: bool = True
+
+
+# Unlabelled text: the Pile (Gao et al. 2020), C4 (Raffel et al. 2020), Wikitext, LAMBADA.
+def _text_files(folder: str, **splits: tuple[str, ...]) -> LocalFiles:
+  return LocalFiles(folder, splits, names=("text",))
+
+
+# Records are {"text": …, "meta": {"pile_set_name": …}}, in 30 training shards and two other files.
+PILE_FILES = _text_files(
+  "the_pile",
+  train=("train/*.jsonl.zst", "train/*.jsonl"),
+  validation=("val.jsonl.zst", "val.jsonl", "val/*.jsonl*", "validation*.jsonl*"),
+  test=("test.jsonl.zst", "test.jsonl", "test/*.jsonl*"),
+)
+_C4_FILES = _text_files(
+  "c4/en",
+  train=("c4-train.*.json.gz", "train*.jsonl*"),
+  validation=("c4-validation.*.json.gz", "validation*.jsonl*"),
+)
+_WIKITEXT_FILES = _text_files(
+  "wikitext",
+  train=("wiki.train.tokens", "wiki.train.raw", "**/train*.parquet", "train*.txt"),
+  validation=("wiki.valid.tokens", "wiki.valid.raw", "**/validation*.parquet", "validation*.txt"),
+  test=("wiki.test.tokens", "wiki.test.raw", "**/test*.parquet", "test*.txt"),
+)
+_LAMBADA_FILES = _text_files(
+  "lambada", test=("lambada_test*.jsonl*", "test*.jsonl*"), validation=("*validation*.jsonl*",)
+)
+
+_PILE_HINT = (
+  "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py lists the alternatives"
+)
+_C4_HINT = "C4 is at huggingface.co/datasets/allenai/c4, or is built by TFDS: tfds build c4/en"
+_LAMBADA_HINT = "LAMBADA: python scripts_gpu/download_lambada.py prints where to get it"
+_WIKITEXT_HINT = "Wikitext is at huggingface.co/datasets/Salesforce/wikitext"
+# For each corpus: its TFDS dataset, its files, and where to get it.
+_CORPORA = {
+  "pile": ("the_pile:1.0.0", PILE_FILES, _PILE_HINT),
+  "c4": ("c4/en:2.2.0", _C4_FILES, _C4_HINT),
+  "wikitext": ("", _WIKITEXT_FILES, _WIKITEXT_HINT),
+}
+
+
+def _corpus_task(corpus: str, objective: str) -> TaskSpec:
+  tfds, files, hint = _CORPORA[corpus]
+  return TaskSpec(tfds, text_formats.text_as_targets, files, objective, source_hint=hint)
+
+
+_lambada_task = functools.partial(
+  TaskSpec, "lambada:1.0.0", files=_LAMBADA_FILES, source_hint=_LAMBADA_HINT
+)
+
+_PRETRAINING_TASKS = {
+  "the_pile_span_corruption": _corpus_task("pile", "span_corruption"),
+  "c4_v220_span_corruption": _corpus_task("c4", "span_corruption"),
+  "c4_v220_prefix_lm": _corpus_task("c4", "prefix_lm"),
+  "the_pile_lm": _corpus_task("pile", "causal_lm"),
+  "wikitext": _corpus_task("wikitext", "span_corruption"),
+  "wikitext_lm": _corpus_task("wikitext", "causal_lm"),
+  "lambada": _lambada_task(text_format=text_formats.last_word, metrics=(task_metrics.lambada,)),
+  # Zero-shot, for decoder-only models: the unchanged passage, then the word that follows it.
+  "lambada_eval": _lambada_task(
+    text_format=functools.partial(text_formats.last_word, sentinel="", before_word=" "),
+    metrics=(task_metrics.next_word, task_metrics.word_perplexity),
+    add_eos=False,
+  ),
+}
+
+
+# SQuAD (Rajpurkar et al. 2016), translation (WMT) and summaries (CNN/Daily Mail).
+_SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
+
+
+def read_squad(path: str, options: ReadOptions) -> Iterator[tuple[int, Any]]:
+  """Yields (number, question) of SQuAD's JSON, with the answers of a question joined to one text."""
+  try:
+    with open(path, encoding="utf-8") as file:
+      articles = json.load(file)["data"]
+  except (ValueError, KeyError, TypeError) as error:
+    yield 1, BadExample(path, 1, f"not SQuAD's JSON with the key 'data': {error!r}"[:200])
+    return
+  paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+  questions = [(question, text["context"]) for text in paragraphs for question in text["qas"]]
+  for number, (question, context) in enumerate(questions, 1):
+    answers = _SEPARATOR.join(answer["text"] for answer in question["answers"])
+    texts = {"id": question["id"], "question": question["question"]}
+    yield number, {**texts, "context": context, "answers": answers}
+
+
+def _squad_example(texts: Mapping[str, Any]) -> Mapping[str, Any]:
+  answers = tf.strings.split(texts["answers"], _SEPARATOR)
+  return {**texts, "answers": {"text": answers}}
+
+
+_SQUAD = TaskSpec(
+  "squad/v1.1:3.0.0",
+  text_formats.squad,
+  LocalFiles(
+    folder="squad",
+    splits={"train": ("train*-v1.1.json",), "validation": ("dev-v1.1.json",)},
+    names=("id", "question", "context", "answers"),
+    to_example=_squad_example,
+    read=read_squad,
+  ),
+  postprocess=text_formats.squad_answers,
+  metrics=(task_metrics.squad,),
+  source_hint="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
+)
+
+
+def _paired_files(folder: str, first: str, second: str) -> LocalFiles:
+  splits = {
+    split: (f"{split}*.jsonl*", f"{split}*.tsv", f"{split}*.parquet")
+    for split in ("train", "validation", "test")
+  }
+  return LocalFiles(folder, splits, names=(first, second))
+
+
+def _translation(dataset: str, pair: str) -> TaskSpec:
+  """Returns a task that translates from English; `pair` is TFDS's name, such as "de-en"."""
+  target = pair.removesuffix("-en")
+  return TaskSpec(
+    f"{dataset}/{pair}:1.0.0",
+    functools.partial(text_formats.translate, source="en", target=target),
+    _paired_files(f"{dataset}/{pair}", "en", target),
+    metrics=(task_metrics.bleu,),
+    source_hint=f"WMT: tfds build {dataset}/{pair}, on a machine that reaches statmt.org",
+  )
+
+
+_SUPERVISED_TASKS = {
+  "squad_v010_allanswers": _SQUAD,
+  "squad_v010_context_free": dataclasses.replace(
+    _SQUAD, text_format=functools.partial(text_formats.squad, include_context=False)
+  ),
+  "cnn_dailymail_v002": TaskSpec(
+    "cnn_dailymail:3.4.0",
+    functools.partial(text_formats.summarize, article="article", summary="highlights"),
+    _paired_files("cnn_dailymail", "article", "highlights"),
+    metrics=(task_metrics.rouge,),
+    source_hint="CNN/Daily Mail: tfds build cnn_dailymail",
+  ),
+  # T5 translates from English. Its task names have the source language first, TFDS has it last.
+  "wmt14_ende_v003": _translation("wmt14_translate", "de-en"),
+  "wmt14_enfr_v003": _translation("wmt14_translate", "fr-en"),
+  "wmt15_enfr_v003": _translation("wmt15_translate", "fr-en"),
+  "wmt16_enro_v003": _translation("wmt16_translate", "ro-en"),
+  "wmt19_ende_v003": _translation("wmt19_translate", "de-en"),
+  "wmt_t2t_ende_v003": _translation("wmt_t2t_translate", "de-en"),
+}
+
+
+# GLUE (Wang et al. 2019): glue_NAME_v2 (TFDS 2.0.0) and _v002 (TFDS 1.0.0).
+_MNLI = ("mnli", ("entailment", "neutral", "contradiction"), ("hypothesis", "premise"))
+_ENTAILED = ("entailment", "not_entailment")
+_TWO = ("sentence1", "sentence2")
+_F1 = (task_metrics.f1_score_with_invalid, task_metrics.accuracy)
+_ACCURACY = (task_metrics.accuracy,)
+_MATTHEWS = (task_metrics.matthews_corrcoef,)
+
+# For each benchmark: its name in the text, its labels, its columns, its metrics.
+GLUE_BENCHMARKS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[Any, ...]]] = {
+  "cola": ("cola", ("unacceptable", "acceptable"), ("sentence",), _MATTHEWS),
+  "sst2": ("sst2", ("negative", "positive"), ("sentence",), _ACCURACY),
+  "mrpc": ("mrpc", ("not_equivalent", "equivalent"), _TWO, _F1),
+  "qqp": ("qqp", ("not_duplicate", "duplicate"), ("question1", "question2"), _F1),
+  "stsb": ("stsb", (), _TWO, (task_metrics.pearson_corrcoef, task_metrics.spearman_corrcoef)),
+  "mnli": (*_MNLI, _ACCURACY),
+  "mnli_matched": (*_MNLI, _ACCURACY),
+  "mnli_mismatched": (*_MNLI, _ACCURACY),
+  "qnli": ("qnli", _ENTAILED, ("question", "sentence"), _ACCURACY),
+  "rte": ("rte", _ENTAILED, _TWO, _ACCURACY),
+  "wnli": ("wnli", ("not_entailment", "entailment"), _TWO, _ACCURACY),
+  "ax": (*_MNLI, ()),  # the diagnostic set has no labels
+}
+# The columns' names in GLUE's own tsv files, in MultiNLI's files and on Hugging Face.
+_OTHER_NAMES = {
+  "hypothesis": "sentence2",
+  "premise": "sentence1",
+  "question1": "sentence1",
+  "question2": "sentence2",
+}
+_LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+_NO_LABEL = -1
+
+
+def _select_glue_texts(
+  record: Mapping[str, Any], columns: tuple[str, ...], labels: tuple[str, ...]
+) -> dict[str, str] | str:
+  """Returns the columns' texts and the label's number as text, or why the record cannot be used."""
+  texts = {}
+  for column in columns:
+    name = column if column in record else _OTHER_NAMES.get(column, column)
+    if name not in record:
+      return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
+    texts[column] = str(record[name] or "")
+    if not texts[column].strip():
+      return f"{column} is empty"
+  given = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
+  label = given[0] if given else _NO_LABEL
+  if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
+    return "no gold label"
+  texts["label"] = str(labels.index(label) if label in labels else label)
+  if not _is_label(texts["label"], labels):
+    return f"the label must be one of {', '.join(labels)}, got {label!r}"
+  texts["idx"] = str(record.get("idx", record.get("index", _NO_LABEL)))
+  return texts
+
+
+def _is_label(text: str, labels: tuple[str, ...]) -> bool:
+  """Returns whether a text is a label's number or _NO_LABEL, or any number if there are no labels."""
+  try:
+    number = float(text)
+  except ValueError:
+    return False
+  return not labels or number in range(_NO_LABEL, len(labels))
+
+
+def _glue_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, Any]:
+  idx = tf.strings.to_number(texts["idx"], tf.int32)
+  label = tf.strings.to_number(texts["label"], tf.float32)
+  return {**texts, "label": tf.cast(label, label_dtype), "idx": idx}
+
+
+def _glue_files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> LocalFiles:
+  splits: dict[str, tuple[str, ...]] = {
+    split: (f"{split}*.tsv", f"{split}*.jsonl*", f"{split}*.parquet", f"{split}*.csv")
+    for split in ("train", "validation", "test")
+  }
+  if name == "mnli":
+    del splits["validation"], splits["test"]
+    for part in ("matched", "mismatched"):
+      dev = (f"dev_{part}*", f"multinli_1.0_dev_{part}.*", f"mnli_dev_{part}*")
+      splits[f"validation_{part}"] = (f"validation_{part}*", *dev)
+      splits[f"test_{part}"] = (f"test_{part}*",)
+  else:
+    splits["validation"] += ("dev*.tsv",)
+  return LocalFiles(
+    folder=f"glue/{name}",
+    splits=splits,
+    select_texts=functools.partial(_select_glue_texts, columns=columns, labels=labels),
+    names=(*columns, "label", "idx"),
+    to_example=functools.partial(_glue_example, label_dtype="int64" if labels else "float32"),
+  )
+
+
+def _glue_task(name: str, version: str) -> TaskSpec:
+  benchmark, labels, columns, metric_fns = GLUE_BENCHMARKS[name]
+  text_format, postprocess = text_formats.stsb, text_formats.string_to_float
+  if labels:
+    text_format = functools.partial(text_formats.glue, benchmark=benchmark, labels=labels)
+    postprocess = functools.partial(text_formats.label_to_class, label_classes=labels)
+  return TaskSpec(
+    f"glue/{name}:{version}",
+    text_format,
+    _glue_files(name, columns, labels),
+    splits=("test",) if name == "ax" else None,
+    postprocess=postprocess,
+    metrics=metric_fns,
+    source_hint=f"GLUE: tfds build glue/{name}, on a machine that reaches dl.fbaipublicfiles.com",
+  )
+
+
+_GLUE_TASKS = {
+  f"glue_{name}_{suffix}": _glue_task(name, version)
+  for suffix, version in (("v2", "2.0.0"), ("v002", "1.0.0"))
+  for name in GLUE_BENCHMARKS
+}
+
+TASKS: Mapping[str, TaskSpec] = {**_PRETRAINING_TASKS, **_GLUE_TASKS, **_SUPERVISED_TASKS}
