@@ -20,7 +20,7 @@ from limited_memory import limited_memory
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.decoding import beam_search
 from rosetta_t5.eval import evaluate

@@ -12,7 +12,7 @@ from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import tokenizer_vocabulary
+from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 from rosetta_t5.files import read_json_object
 
 # Where a SentencePiece model is looked for, in this order.

@@ -47,8 +47,8 @@ def _load_encoder(tokenizer: epath.Path | None) -> Callable[[str], list[int]]:
       return lambda text: list(processor.encode(text))
     pieces, merges = tokenizer / "vocab.json", tokenizer / "merges.txt"
     if pieces.exists() and merges.exists():
-      from rosetta_t5.data.vocabularies.tokenizer_vocabulary import load_gpt2_tokenizer
+      from rosetta_t5.data.vocabularies.task_vocabularies import load_tokenizer
 
-      gpt2 = load_gpt2_tokenizer(os.fspath(pieces), os.fspath(merges))
+      gpt2 = load_tokenizer(os.fspath(pieces), os.fspath(merges))
       return lambda text: [token + 1 for token in gpt2.encode(text).ids]
   return lambda text: [byte + _BYTE_OFFSET for byte in text.encode()]

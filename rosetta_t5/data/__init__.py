@@ -20,12 +20,12 @@ from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
-from rosetta_t5.data.tasks.file_task import file_task, task_on_rows
-from rosetta_t5.data.tasks.task_mixture import mixture
+from rosetta_t5.data.tasks.file_task import file_task, mixture, task_on_rows
 from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,
+  gpt2_vocabulary,
   round_vocab_size_to_multiple,
+  tokenizer_vocabulary,
   verify_matching_vocabs,
   vocabulary_digests,
 )
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import gpt2_vocabulary, tokenizer_vocabulary

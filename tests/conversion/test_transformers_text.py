@@ -16,7 +16,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import END
+from rosetta_t5.data.vocabularies.task_vocabularies import GPT2_END
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 
@@ -180,7 +180,7 @@ def test_the_pipeline_of_a_gpt_generates_the_same_texts(tmp_path, is_trained):
   pieces.train_from_iterator(LINES, vocab_size=320, show_progress=False)
   pieces.save_model(str(run))
   ids = json.loads((run / "vocab.json").read_text())
-  (run / "vocab.json").write_text(json.dumps({**ids, END: len(ids)}))
+  (run / "vocab.json").write_text(json.dumps({**ids, GPT2_END: len(ids)}))
   tokens = jnp.ones((1, 4), jnp.int32)
   config = TransformerConfig(vocab_size=len(ids) + 2, **GPT)
   lengths = {"targets": 64}

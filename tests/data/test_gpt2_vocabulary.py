@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.data.tensorflow_import import import_tensorflow
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import (
-  END,
+from rosetta_t5.data.vocabularies.task_vocabularies import (
+  GPT2_END,
   gpt2_vocabulary,
   tokenizer_vocabulary,
 )
@@ -23,7 +23,7 @@ def gpt2(tmp_path: pathlib.Path) -> tuple[str, str]:
   """A small BPE vocabulary in GPT-2's files: bytes, some merges, the end token."""
   characters = sorted(ByteLevel.alphabet())
   merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("l", "l"), ("'", "ll")]
-  pieces = [*characters, *("".join(pair) for pair in merges), END]
+  pieces = [*characters, *("".join(pair) for pair in merges), GPT2_END]
   (tmp_path / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
   lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
   (tmp_path / "merges.txt").write_text("\n".join(lines))

@@ -35,16 +35,16 @@ from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.reading import read_records
-from rosetta_t5.data.tasks.tfexample_task import create_task_from_tfexample_file
+from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_models import (
   load_sentencepiece,
   train_sentencepiece,
 )
-from rosetta_t5.data.vocabularies.tokenizer_vocabulary import (
-  END,
+from rosetta_t5.data.vocabularies.task_vocabularies import (
+  GPT2_END,
   gpt2_vocabulary,
-  load_gpt2_tokenizer,
+  load_tokenizer,
 )
 from rosetta_t5.run_report.event_files import read_event_file
 from rosetta_t5.run_report.gin_text import value_of
@@ -173,13 +173,13 @@ def _write_gpt(folder: Folder) -> None:
 
 
 def _write_gpt2_vocabulary(folder: Folder) -> None:
-  pieces = [*sorted(ByteLevel.alphabet()), "th", "the", END]
+  pieces = [*sorted(ByteLevel.alphabet()), "th", "the", GPT2_END]
   (folder / "vocab.json").write_text(json.dumps({piece: n for n, piece in enumerate(pieces)}))
   (folder / "merges.txt").write_text("#version: 0.2\nt h\nth e")
 
 
 def _read_gpt2_vocabulary(folder: Folder) -> None:
-  load_gpt2_tokenizer.cache_clear()
+  load_tokenizer.cache_clear()
   vocabulary = gpt2_vocabulary(str(folder / "vocab.json"), str(folder / "merges.txt"))
   assert vocabulary.vocab_size <= (1 << 31) + 1
   vocabulary.decode(vocabulary.encode("the then"))

@@ -32,7 +32,7 @@ CALLED = types.MappingProxyType(
     "optax.contrib": "*",
     "rosetta_t5.data": "file_task gpt2_vocabulary known_task mixture prepared_task tokenizer_vocabulary",
     "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
-    "rosetta_t5.data.tasks.tfexample_task": "create_task_from_tfexample_file",
+    "rosetta_t5.data.tasks.file_task": "create_task_from_tfexample_file",
     "seqio": "ByteVocabulary ContinuousFeature DecoderFeatureConverter EncDecFeatureConverter "
     "Feature LMFeatureConverter PassThroughFeatureConverter PassThroughVocabulary "
     "PrefixLMFeatureConverter SentencePieceVocabulary",

@@ -15,7 +15,7 @@ RUN_FUNCTION_MODULES = {
   "train": "rosetta_t5.train",
   "evaluate": "rosetta_t5.eval",
   "infer": "rosetta_t5.infer",
-  "create_task_from_tfexample_file": "rosetta_t5.data.tasks.tfexample_task",
+  "create_task_from_tfexample_file": "rosetta_t5.data.tasks.file_task",
   "precompile": "rosetta_t5.precompile",
   "save": "rosetta_t5.export.saved_model",
 }

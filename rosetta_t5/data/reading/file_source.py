@@ -23,6 +23,7 @@ class FileSource(seqio.FileDataSource):
 
   Attributes:
     arguments: JSON values that determine the examples besides the files.
+    digest: of everything from which the source was made.
   """
 
   is_movable = True
@@ -33,6 +34,7 @@ class FileSource(seqio.FileDataSource):
     readers: Mapping[str, BlockReader],
     names: Sequence[str],
     arguments: Mapping[str, Any] | None = None,
+    digest: str = "",
   ):
     """Makes a source.
 
@@ -41,9 +43,11 @@ class FileSource(seqio.FileDataSource):
       readers: the reader of each split.
       names: the names of an example's texts.
       arguments: the attribute of this name.
+      digest: the attribute of this name.
     """
     super().__init__(read_file_fn=None, split_to_filepattern=files)
-    self._files, self._readers, self._names, self.arguments = files, readers, names, arguments
+    self._files, self._readers, self._names = files, readers, names
+    self.arguments, self.digest = arguments, digest
 
   def list_shards(self, split: str) -> Sequence[str]:
     """Returns the files of a split."""

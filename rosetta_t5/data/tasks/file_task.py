@@ -1,8 +1,9 @@
-"""A task that reads your own files, without code: `MIXTURE_OR_TASK_NAME = @data.file_task()`."""
+"""Tasks on your own files, without code: `file_task`, a `mixture` of tasks, and files of tf.train.Example."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import re
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 
 from absl import logging
 
-from rosetta_t5.argument_types import Percentage, check_one_of, one_of
+from rosetta_t5.argument_types import Percentage, Positive, check_one_of, one_of
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_copies import T5_VOCABULARY
 from rosetta_t5.data.objectives import text_objectives
@@ -25,34 +26,28 @@ from rosetta_t5.data.reading import (
 )
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
-from rosetta_t5.data.tasks.catalogue import registered_names
-from rosetta_t5.data.tensorflow_import import seqio
+from rosetta_t5.data.tasks.catalogue import register, registered_names
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
-Objective = Annotated[str, one_of(text_objectives.OBJECTIVES)]
-Format = Annotated[str, one_of(FORMATS)]
-TextUnit = Annotated[str, one_of(TEXT_UNITS)]
-OnBadExample = Annotated[str, one_of(POLICIES)]
-Metric = Annotated[str, one_of(known_metrics.__all__)]
-
-_digests: dict[str, str] = {}  # a digest of the arguments of each task registered here, by name
+RATES = ("proportional", "equal")
 
 
 def file_task(
   files: str | Sequence[str],
   *,
   vocabulary: seqio.Vocabulary | None = None,
-  objective: Objective = "span_corruption",
+  objective: Annotated[str, one_of(text_objectives.OBJECTIVES)] = "span_corruption",
   text: str = "text",
   inputs: str | None = None,
   targets: str | None = None,
   validation_files: str | Sequence[str] | None = None,
   validation_percent: Percentage = 1.0,
-  format: Format | None = None,
+  format: Annotated[str, one_of(FORMATS)] | None = None,
   columns: Sequence[str] | None = None,
-  text_unit: TextUnit = "line",
+  text_unit: Annotated[str, one_of(TEXT_UNITS)] = "line",
   quoted: bool | None = None,
-  on_bad_example: OnBadExample = "skip",
-  metrics: Sequence[Metric] = (),
+  on_bad_example: Annotated[str, one_of(POLICIES)] = "skip",
+  metrics: Sequence[Annotated[str, one_of(known_metrics.__all__)]] = (),
   name: str | None = None,
 ) -> str:
   """Registers a SeqIO task, or UL2's mixture, that reads files, and returns its name.
@@ -85,17 +80,19 @@ def file_task(
     ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
   """
   digest = _digest(dict(sorted(locals().items())))
+  from rosetta_t5.data.reading.file_source import FileSource
+
+  for metric in metrics:
+    check_one_of("each of file_task.metrics", metric, known_metrics.__all__)
   templates = _templates(objective, text, inputs, targets)
   name = name or f"files_{digest}"
   if name in registered_names():
-    if _digests.get(name) != digest:
+    first, *_ = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+    if getattr(first.source, "digest", None) != digest:
       raise ValueError(
         f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
       )
     return name
-  from rosetta_t5.data.reading.file_source import FileSource
-
-  train = find_files(files)
   options = ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
   bad_examples = BadExamples(on_bad_example)
 
@@ -107,21 +104,21 @@ def file_task(
 
     return BlockReader(make_converter(templates), options, is_kept, bad_examples)
 
+  train = find_files(files)
+  validation = find_files(validation_files) if validation_files else train
+  readers = {"train": reader(False), "validation": reader(True)}
+  arguments = {
+    "objective": objective,
+    "text": dict(templates),
+    "layout": dataclasses.asdict(options),
+    "validation_percent": None if validation_files else validation_percent,
+  }
   source = FileSource(
-    {"train": train, "validation": find_files(validation_files) if validation_files else train},
-    {"train": reader(False), "validation": reader(True)},
-    list(templates),
-    {
-      "objective": objective,
-      "text": dict(templates),
-      "layout": dataclasses.asdict(options),
-      "validation_percent": None if validation_files else validation_percent,
-    },
+    {"train": train, "validation": validation}, readers, list(templates), arguments, digest
   )
-  logging.info("Task '%s': %s on %d files", name, objective, len(train))
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
-  _register(name, source, objective, vocabulary, [_metric_function(m) for m in metrics])
-  _digests[name] = digest
+  _register(name, source, objective, vocabulary, [getattr(known_metrics, m) for m in metrics])
+  logging.info("Task '%s': %s on %d files", name, objective, len(train))
   return name
 
 
@@ -147,27 +144,142 @@ def task_on_rows(
     ValueError: a file or a metric does not exist.
   """
   arguments = getattr(getattr(like, "source", None), "arguments", None) or {}
-  columns, layout = arguments.get("text", {}), arguments.get("layout", {})
-  if metrics is None:
-    metrics = (
-      [f.__name__ for f in like.metric_fns if f.__name__ in known_metrics.__all__]
-      if columns
-      else []
-    )
-  options: dict[str, Any] = {
-    "vocabulary": vocabulary,
-    "validation_files": list(files),
-    **{name: layout[name] for name in ("columns", "text_unit") if name in layout},
-    "objective": arguments.get("objective", "seq2seq") if not inputs else "seq2seq",
+  columns = arguments.get("text", {})
+  options = {
+    name: value
+    for name, value in arguments.get("layout", {}).items()
+    if name in ("columns", "text_unit")
   }
-  if options["objective"] == "seq2seq":
-    options["inputs"] = inputs or columns.get("inputs", "inputs")
-    options["targets"] = targets or columns.get("targets", "targets")
-    options["metrics"] = list(metrics) or ["accuracy"]
+  if inputs or arguments.get("objective", "seq2seq") == "seq2seq":
+    if metrics is None and columns:
+      metrics = [f.__name__ for f in like.metric_fns if f.__name__ in known_metrics.__all__]
+    options |= {
+      "objective": "seq2seq",
+      "inputs": inputs or columns.get("inputs", "inputs"),
+      "targets": targets or columns.get("targets", "targets"),
+      "metrics": metrics or ["accuracy"],
+    }
   else:
-    options["text"] = columns["targets"]
+    options |= {"objective": arguments["objective"], "text": columns["targets"]}
   name = "_".join(re.sub(r"[^\w.]+", "_", os.path.relpath(file)).strip("_.") for file in files)[:80]
-  return file_task(list(files), **options, name=name)
+  files = list(files)
+  return file_task(files, validation_files=files, vocabulary=vocabulary, name=name, **options)
+
+
+def mixture(
+  tasks: Sequence[str],
+  *,
+  rates: Annotated[str, one_of(RATES)] | Sequence[float] = "proportional",
+  maximum: Positive | None = None,
+  temperature: float = 1.0,
+  name: str | None = None,
+) -> str:
+  """Registers a SeqIO mixture of tasks, and returns its name. A second call returns the same mixture.
+
+  In a gin file, scopes distinguish several tasks on files:
+  `data.mixture.tasks = [@news/data.file_task(), @books/data.file_task(), 'glue_mnli_v2']`.
+
+  Args:
+    tasks: names of tasks or mixtures: known ones, or what `data.file_task` returns.
+    rates: how often examples of each task are drawn: a number for each task; "proportional" to the tasks'
+      numbers of examples; or "equal".
+    maximum: with proportional rates, the number of examples above which a task counts as having just as
+      many (K of Raffel et al. 2020, section 3.5.2); None for no limit.
+    temperature: proportional rates are raised to the power 1/temperature: 1 leaves them as they are, and
+      larger values make them more equal.
+    name: the name of the mixture; None derives one from the arguments.
+
+  Raises:
+    ValueError: a task does not exist, or the rates are not positive numbers, one for each task.
+  """
+  for task in tasks:
+    register(task)
+    if task not in registered_names():
+      raise ValueError(f"data.mixture.tasks names {task!r}, but there is no such task or mixture")
+  if isinstance(rates, str):
+    check_one_of("data.mixture.rates", rates, RATES)
+  elif len(rates) != len(tasks) or min(rates, default=0) <= 0:
+    raise ValueError(
+      f"data.mixture.rates must be a positive number for each of the {len(tasks)} tasks, "
+      f"{' or '.join(map(repr, RATES))}, got {rates}"
+    )
+  if temperature <= 0:
+    raise ValueError(f"data.mixture.temperature must be greater than 0, got {temperature}")
+  arguments = repr((list(tasks), rates, maximum, temperature))
+  name = name or f"mixture_{hashlib.blake2b(arguments.encode(), digest_size=5).hexdigest()}"
+  if name in registered_names():
+    return name
+  numbers: list[Any]
+  if rates == "proportional":
+    rate = functools.partial(_proportional_rate, maximum=maximum, temperature=temperature)
+    mixtures = seqio.MixtureRegistry.names()  # SeqIO accepts only numbers as their rates.
+    numbers = [rate(seqio.MixtureRegistry.get(t)) if t in mixtures else rate for t in tasks]
+  else:
+    numbers = [1.0] * len(tasks) if isinstance(rates, str) else [float(x) for x in rates]
+  seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
+  return name
+
+
+def _proportional_rate(task: Any, maximum: int | None, temperature: float) -> float:
+  # UL2's denoisers are tasks on the same files.
+  number = max(part.num_input_examples("train") or 0 for part in seqio.get_subtasks(task))
+  if not number:
+    raise ValueError(f"the task '{task.name}' does not know its number of examples: set rates")
+  return float(min(number, maximum or number) ** (1 / temperature))
+
+
+def create_task_from_tfexample_file(
+  paths: Sequence[str],
+  file_type: str,
+  inputs_key: str,
+  targets_key: str | None,
+  features: Mapping[str, seqio.Feature],
+  task_id: str | None = None,
+) -> str:
+  """Registers a task with the split `infer` and returns its name (T5X's function).
+
+  A second call with the same files and keys returns the same task.
+
+  Args:
+    paths: file names or patterns.
+    file_type: the type of all files; must be 'tfrecord'.
+    inputs_key: the key of the input text.
+    targets_key: the key of the target text, for scores; None for empty targets.
+    features: {"inputs": Feature, "targets": Feature} with their vocabularies.
+    task_id: the last part of the task's name; None means a digest of the file names and keys.
+
+  Raises:
+    ValueError: no such file exists, or this type of file is not supported.
+  """
+  paths = [paths] if isinstance(paths, str) else list(paths)
+  if file_type != "tfrecord":
+    raise ValueError(
+      "create_task_from_tfexample_file.file_type must be 'tfrecord', got "
+      f"{file_type!r}: set TF_EXAMPLE_FILE_TYPE = 'tfrecord' and give TFRecord files"
+    )
+  if not tf.io.gfile.glob(paths):
+    raise ValueError(
+      f"There is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
+      "(create_task_from_tfexample_file.paths) to a list of file names or patterns"
+    )
+  if task_id is None:
+    names = ":".join([*paths, inputs_key, targets_key or ""])
+    task_id = hashlib.md5(names.encode(), usedforsecurity=False).hexdigest()[:10]
+  name = f"infer_{task_id}"
+  if name in seqio.TaskRegistry.names():
+    return name
+  keys = {"inputs": inputs_key, "targets": targets_key}
+  schema = {key: tf.io.FixedLenFeature([], tf.string) for key in keys.values() if key}
+  seqio.TaskRegistry.add(
+    name,
+    source=seqio.TFExampleDataSource({"infer": paths}, schema),
+    preprocessors=[
+      functools.partial(seqio.preprocessors.rekey, key_map=keys),
+      seqio.preprocessors.tokenize_and_append_eos,
+    ],
+    output_features=dict(features),
+  )
+  return name
 
 
 def _register(
@@ -215,11 +327,6 @@ def _templates(
       "name, or a template such as 'question: {question}'"
     )
   return {"inputs": inputs, "targets": targets}
-
-
-def _metric_function(name: str) -> Any:
-  check_one_of("each of file_task.metrics", name, known_metrics.__all__)
-  return getattr(known_metrics, name)
 
 
 def _digest(arguments: Mapping[str, Any]) -> str:

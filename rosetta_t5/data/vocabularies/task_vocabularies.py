@@ -1,14 +1,18 @@
-"""Finds the vocabularies of a task, compares them with the model's, and decodes tokens."""
+"""Vocabularies of gin files and tasks: made of tokenizers, compared with the model's, decoded."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.reading.file_facts import digest_of
 from rosetta_t5.data.tensorflow_import import seqio, tf
+
+GPT2_END = "<|endoftext|>"
 
 
 def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabulary]:
@@ -124,6 +128,67 @@ def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 12
   """Returns a vocabulary's size rounded up to a multiple of `divisor`, for an embedding table."""
   size = vocabulary.vocab_size
   return size + -size % divisor
+
+
+@functools.cache
+def load_tokenizer(*files: str) -> Any:
+  """Returns the `tokenizers.Tokenizer` of a tokenizer.json, which neither truncates nor pads, or of GPT-2's two files.
+
+  Args:
+    *files: tokenizer.json; or vocab.json and merges.txt. Each is a local path, or a gs:// path with a copy.
+
+  Raises:
+    ValueError: a file does not exist or has another format.
+  """
+  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+  paths = [local_path(file) for file in files]
+  try:
+    if len(paths) == 1:
+      tokenizer = Tokenizer.from_file(paths[0])
+      tokenizer.no_truncation()
+      tokenizer.no_padding()
+    else:
+      tokenizer = Tokenizer(models.BPE.from_file(*paths))
+      tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+      tokenizer.decoder = decoders.ByteLevel()
+  except Exception as error:  # tokenizers raises no narrower type
+    known = (
+      "is not a tokenizer.json" if len(paths) == 1 else "are not GPT-2's vocab.json and merges.txt"
+    )
+    raise ValueError(f"{' and '.join(files)} {known}: {error}") from error
+  if max(tokenizer.get_vocab().values(), default=0) >= 1 << 31:
+    raise ValueError(f"{' and '.join(files)}: the numbers of tokens must have 32 bits")
+  return tokenizer
+
+
+def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> seqio.Vocabulary:
+  """Returns GPT-2's vocabulary; for gin: `VOCABULARY = @data.gpt2_vocabulary()`.
+
+  Args:
+    vocab_file: vocab.json, a local path or a gs:// path with a local copy.
+    merges_file: merges.txt.
+    extra_ids: the number of sentinels for span corruption, which are the last ids.
+  """
+  from rosetta_t5.data.vocabularies.tokenizer_vocabulary import TokenizerVocabulary
+
+  return TokenizerVocabulary((vocab_file, merges_file), GPT2_END, 1, extra_ids)
+
+
+def tokenizer_vocabulary(file: str, eos_token: str, shift: int = 0) -> seqio.Vocabulary:
+  """Returns the vocabulary of a tokenizer.json; for gin: `VOCABULARY = @data.tokenizer_vocabulary()`.
+
+  Its sentinels for span corruption are the tokens <extra_id_0>, <extra_id_1>, … if these are the last ids
+  in descending order, as in T5's. Texts are tokenized in Python, so it cannot be part of a SavedModel.
+
+  Args:
+    file: tokenizer.json, a local path.
+    eos_token: the token that ends a text, such as "</s>".
+    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher.
+  """
+  from rosetta_t5.data.vocabularies.tokenizer_vocabulary import TokenizerVocabulary
+
+  return TokenizerVocabulary((file,), eos_token, shift, 0)
 
 
 def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:

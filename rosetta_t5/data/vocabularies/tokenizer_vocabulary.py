@@ -1,99 +1,124 @@
-"""Tokenizers of the library `tokenizers` for SeqIO: tokenizer.json, and GPT-2's vocab.json and merges.txt.
+"""The class of vocabularies that a tokenizer of the library `tokenizers` defines.
 
-Padding is token 0 in T5's models and feature converters. A tokenizer whose token 0 is text, such as GPT-2's
-byte-level BPE (Radford et al. 2019), therefore has every id one higher here (`shift`).
+This module imports SeqIO, so `task_vocabularies` imports it when it is first used.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.local_copies import local_path
+from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.vocabularies.task_vocabularies import load_tokenizer
 
-if TYPE_CHECKING:
-  import seqio
-  import tokenizers
-
-END = "<|endoftext|>"
+_SENTINEL = "<extra_id_{}>"
 
 
-@functools.cache
-def load_tokenizer(file: str) -> tokenizers.Tokenizer:
-  """Returns the tokenizer of a tokenizer.json, which neither truncates nor pads.
+class TokenizerVocabulary(seqio.Vocabulary):
+  """The tokens of a tokenizer, with every id `shift` higher.
 
-  Raises:
-    ValueError: the file does not exist or has another format.
+  Padding is token 0 in T5's models and feature converters. A tokenizer whose token 0 is text, such as GPT-2's
+  byte-level BPE (Radford et al. 2019), therefore needs a shift of 1.
   """
-  from tokenizers import Tokenizer
 
-  path = local_path(file)
-  try:
-    tokenizer = Tokenizer.from_file(path)
-  except Exception as error:  # tokenizers raises no narrower type
-    raise ValueError(f"{file} is not a tokenizer.json: {error}") from error
-  tokenizer.no_truncation()
-  tokenizer.no_padding()
-  return tokenizer
+  def __init__(self, files: tuple[str, ...], eos_token: str, shift: int, extra_ids: int):
+    self._files, self._eos_token = files, eos_token
+    self._shift, self._added_ids = shift, extra_ids
+    super().__init__(extra_ids=extra_ids)
 
+  @property
+  def tokenizer(self) -> Any:
+    """The loaded tokenizer, without the shift."""
+    return load_tokenizer(*self._files)
 
-@functools.cache
-def load_gpt2_tokenizer(vocab_file: str, merges_file: str) -> tokenizers.Tokenizer:
-  """Returns GPT-2's tokenizer, with the ids of vocab.json.
+  @property
+  def eos_id(self) -> int:
+    """The id of the end token."""
+    number = self.tokenizer.token_to_id(self._eos_token)
+    if number is None:
+      raise ValueError(
+        f"{' and '.join(self._files)}: there is no token {self._eos_token!r} (eos_token)"
+      )
+    return number + self._shift
 
-  Args:
-    vocab_file: vocab.json, a local path or a gs:// path with a local copy.
-    merges_file: merges.txt.
+  @property
+  def unk_id(self) -> int | None:
+    """None, because tokenizers differ in how they encode unknown characters."""
+    return None
 
-  Raises:
-    ValueError: a file does not exist or has another format.
-  """
-  from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+  @property
+  def extra_ids(self) -> int:
+    """The number of sentinels that are the last ids."""
+    return self._added_ids or len(self._last_sentinels)
 
-  paths = local_path(vocab_file), local_path(merges_file)
-  message = f"{vocab_file} and {merges_file} are not GPT-2's vocab.json and merges.txt"
-  try:
-    tokenizer = Tokenizer(models.BPE.from_file(*paths))
-  except Exception as error:  # tokenizers raises no narrower type
-    raise ValueError(f"{message}: {error}") from error
-  if max(tokenizer.get_vocab().values(), default=0) > np.iinfo(np.int32).max:
-    raise ValueError(f"{message}: the numbers of tokens must have 32 bits")
-  if tokenizer.token_to_id(END) is None:
-    raise ValueError(f"{message}: there is no token {END}")
-  tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  tokenizer.decoder = decoders.ByteLevel()
-  return tokenizer
+  @property
+  def _base_vocab_size(self) -> int:
+    return self._size - len(self._last_sentinels)
 
+  @functools.cached_property
+  def _size(self) -> int:
+    return max(self.tokenizer.get_vocab().values()) + 1 + self._shift
 
-def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> seqio.Vocabulary:
-  """Returns GPT-2's vocabulary; for gin: `VOCABULARY = @data.gpt2_vocabulary()`.
+  @functools.cached_property
+  def _last_sentinels(self) -> list[int]:
+    found = self.named_sentinels()
+    return found if found == [self._size - 1 - n for n in range(len(found))] else []
 
-  Args:
-    vocab_file: vocab.json, a local path or a gs:// path with a local copy.
-    merges_file: merges.txt.
-    extra_ids: the number of sentinels for span corruption, which are the last ids.
-  """
-  return _class()((vocab_file, merges_file), END, 1, extra_ids)
+  def named_sentinels(self) -> list[int]:
+    """Returns the ids of <extra_id_0>, <extra_id_1>, …, wherever they are."""
+    ids: list[int] = []
+    while (number := self.tokenizer.token_to_id(_SENTINEL.format(len(ids)))) is not None:
+      ids.append(number + self._shift)
+    return ids
 
+  @functools.cached_property
+  def _hidden(self) -> set[int]:
+    """The special tokens that texts do not show: all but sentinels."""
+    added = self.tokenizer.get_added_tokens_decoder()
+    special = {number + self._shift for number, token in added.items() if token.special}
+    return {0, self.eos_id, *special} - {*self.named_sentinels()}
 
-def tokenizer_vocabulary(file: str, eos_token: str, shift: int = 0) -> seqio.Vocabulary:
-  """Returns the vocabulary of a tokenizer.json; for gin: `VOCABULARY = @data.tokenizer_vocabulary()`.
+  @functools.cached_property
+  def _unknown(self) -> int:
+    """The id of unknown pieces where their own is 0, which means padding here; as `reserve_padding` does."""
+    ids = (self.tokenizer.token_to_id(name) for name in ("<pad>", "<s>"))
+    return next(filter(None, ids), 0)
 
-  Its sentinels for span corruption are the tokens <extra_id_0>, <extra_id_1>, … if these are the last ids
-  in descending order, as in T5's. Texts are tokenized in Python, so it cannot be part of a SavedModel.
+  def _encode(self, s: str) -> list[int]:
+    ids = self.tokenizer.encode(s, add_special_tokens=False).ids
+    return [number + self._shift or self._unknown for number in ids]
 
-  Args:
-    file: tokenizer.json, a local path.
-    eos_token: the token that ends a text, such as "</s>".
-    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher.
-  """
-  return _class()((file,), eos_token, shift, 0)
+  def _decode(self, ids: Iterable[int]) -> str:
+    shown = [int(id) - self._shift for id in ids if id not in self._hidden]
+    return self.tokenizer.decode(shown, skip_special_tokens=False)
 
+  def _encode_tf(self, s: Any) -> Any:
+    def encode(text: bytes | np.ndarray) -> np.ndarray:
+      # TensorFlow passes an array if it runs eagerly, and bytes in a graph.
+      raw = text.item() if isinstance(text, np.ndarray) else text
+      return np.array(self._encode(raw.decode(errors="replace")), np.int32)
 
-def _class() -> Any:
-  # It imports SeqIO.
-  from rosetta_t5.data.vocabularies.tokenizer_class import TokenizerVocabulary
+    tokens = tf.numpy_function(encode, [s], tf.int32, stateful=False)
+    tokens.set_shape([None])
+    return tokens
 
-  return TokenizerVocabulary
+  def _decode_tf(self, ids: Any) -> Any:
+    def decode(ids: np.ndarray) -> Any:
+      if ids.ndim == 1:
+        return self._decode(ids.tolist()).encode()
+      return np.array([decode(row) for row in ids], object)
+
+    return tf.numpy_function(decode, [ids], tf.string, stateful=False)
+
+  def __eq__(self, other: object) -> bool:
+    return (
+      isinstance(other, TokenizerVocabulary)
+      and (self._eos_token, self._shift, self._added_ids)
+      == (other._eos_token, other._shift, other._added_ids)
+      and (self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str())
+    )
+
+  __hash__ = None  # type: ignore[assignment]
