@@ -13,7 +13,7 @@ import numpy as np
 import numpy_layers
 from numpy_layers import Arrays
 
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import count_layers
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import count_layers
 from rosetta_t5.kernels.expert_routing import expert_slots
 from rosetta_t5.networks.expert_settings import ExpertSettings
 
@@ -97,7 +97,7 @@ def compute_logits(
 def _layers(
   arrays: Arrays, side: str, activations: Sequence[str] | None, experts: ExpertSettings
 ) -> list[_Layer]:
-  count = count_layers(arrays, rf"target/{side}/layers_")
+  count = count_layers(arrays, f"target/{side}/layers_")
   activations = activations or default_activations(arrays)
   if unknown := [name for name in activations if name not in _ACTIVATIONS]:
     raise ValueError(

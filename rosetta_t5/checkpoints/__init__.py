@@ -5,8 +5,7 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
 )
-from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
-from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
+from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
 from rosetta_t5.checkpoints.formats.hugging_face.source_config import source_fact
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError

@@ -16,7 +16,7 @@ from rosetta_t5.checkpoints.config import (
   SaveCheckpointConfig,
   SetsManagerOptions,
 )
-from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
+from rosetta_t5.checkpoints.formats.hugging_face.folder import local_folder
 from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders

@@ -6,11 +6,11 @@ import json
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
-from rosetta_t5.checkpoints.formats.hugging_face import gpt
+from rosetta_t5.checkpoints.formats.hugging_face import t5
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 from rosetta_t5.files import read_json_object
@@ -18,7 +18,6 @@ from rosetta_t5.files import read_json_object
 # Where a SentencePiece model is looked for, in this order.
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "tokenizer.model")
 _SENTINEL = re.compile(r"<extra_id_\d+>")
-_OWN_BIAS = re.compile(r"/layers_\d+/relpos_bias/")  # UMT5's layers do not share one
 _DEFAULT_LENGTHS = {"inputs": 512, "targets": 128}
 _MAX_LENGTH = 1 << 20  # Tokenizers without a limit state 1e30.
 # Entries of generation_config.json that decode functions have under the same name, with their defaults.
@@ -32,14 +31,9 @@ _CONTROLS: dict[str, Any] = {
 # Entries that this module reads in another way, or that do not change what is generated here.
 _OTHERS = (
   *("max_length", "max_new_tokens", "do_sample", "num_beams", "temperature", "top_k", "top_p"),
-  *(
-    "length_penalty",
-    "suppress_tokens",
-    "use_cache",
-    "cache_implementation",
-    "transformers_version",
-  ),
-  *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "_from_model_config"),
+  *("length_penalty", "suppress_tokens", "use_cache", "cache_implementation"),
+  *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+  *("transformers_version", "_from_model_config"),
   *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
 )
 _RECIPE = """
@@ -75,22 +69,12 @@ utils.DatasetConfig:
   shuffle = False
   seed = 0
 """
-
-
-class _Base(NamedTuple):
-  """The recipe that a folder's recipe includes, and the names in it that are bound."""
-
-  recipe: str
-  package: str
-  config: str
-  model: str
-
-
-_GPT = _Base("gin/models/gpt/gpt2.gin", "decoder_only", "TransformerConfig", "DecoderOnlyModel")
-_T5 = _Base("gin/models/t5_1_1/base.gin", "t5", "T5Config", "EncoderDecoderModel")
-_T5_WITH_OWN_BIASES = _T5._replace(
-  recipe="gin/models/scalable_t5/t5_1_1/base.gin", package="scalable_t5"
-)
+# {network package: the recipe that a folder's recipe includes, and the classes of its config and its model}
+_BASES = {
+  "decoder_only": ("gin/models/gpt/gpt2.gin", "TransformerConfig", "DecoderOnlyModel"),
+  "t5": ("gin/models/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
+  "scalable_t5": ("gin/models/scalable_t5/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
+}
 
 
 def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
@@ -108,15 +92,17 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   settings = _read(path / "tokenizer_config.json")
   generation = _read(path / "generation_config.json")
   vocabulary = _vocabulary(path, config, settings, notes)
-  if (tokens := _count_tokens(*vocabulary)) > network["vocab_size"]:
-    notes.append(
-      f"the tokenizer has {tokens - network['vocab_size']} tokens more than the table has rows"
-    )
-    network["vocab_size"] = tokens
+  if vocabulary[0] == "data.tokenizer_vocabulary":  # T5's extra ids are not always used.
+    more = int(tokenizer_vocabulary(**vocabulary[1]).vocab_size) - network["vocab_size"]
+    if more > 0:
+      notes.append(f"the tokenizer has {more} tokens more than the table has rows")
+      network["vocab_size"] += more
   decode_fn, decoding = _decoding(generation, vocabulary[1].get("shift", 0), notes)
-  has_own_biases = any(_OWN_BIAS.search(name) for name in arrays)
-  base = _GPT if is_gpt else _T5_WITH_OWN_BIASES if has_own_biases else _T5
-  lengths = _lengths(config, settings, generation, is_gpt)
+  package = "decoder_only" if is_gpt else "scalable_t5" if t5.has_own_biases(arrays) else "t5"
+  base, config_class, model_class = _BASES[package]
+  lengths = _lengths(config, settings, generation)
+  if is_gpt:
+    lengths = {"targets": network["max_length"]}
   if is_gpt and decode_fn == "temperature_sample" and generation.get("max_new_tokens"):
     # A row of a decoder contains the prompt too.
     decoding["max_decode_steps"] = min(generation["max_new_tokens"], lengths["targets"] // 2)
@@ -130,16 +116,16 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   bindings = {
     "VOCABULARY": f"@{vocabulary[0]}()",
     **{f"{vocabulary[0]}.{name}": repr(value) for name, value in vocabulary[1].items()},
-    **{f"network.{base.config}.{name}": repr(value) for name, value in network.items()},
-    f"models.{base.model}.decode_fn": f"@decoding.{decode_fn}",
+    **{f"network.{config_class}.{name}": repr(value) for name, value in network.items()},
+    f"models.{model_class}.decode_fn": f"@decoding.{decode_fn}",
     **{f"decoding.{decode_fn}.{name}": repr(value) for name, value in decoding.items()},
-    f"models.{base.model}.predict_batch_with_aux.num_decodes": repr(beams),
+    f"models.{model_class}.predict_batch_with_aux.num_decodes": repr(beams),
     "utils.DatasetConfig.task_feature_lengths": repr(lengths),
     "DROPOUT_RATE": repr(rate),
   }
   lines = "\n".join(f"{name} = {value}" for name, value in bindings.items())
-  recipe = _RECIPE.format(package=base.package)
-  return f"# {path}\ninclude '{base.recipe}'\n{recipe}\n{lines}\n", notes
+  recipe = _RECIPE.format(package=package)
+  return f"# {path}\ninclude '{base}'\n{recipe}\n{lines}\n", notes
 
 
 def _read(file: pathlib.Path) -> dict[str, Any]:
@@ -157,7 +143,7 @@ def _vocabulary(
   """
   if settings.get("tokenizer_class") == "ByT5Tokenizer":
     return "seqio.ByteVocabulary", {"extra_ids": settings.get("extra_ids", 125)}
-  is_shifted = hugging_face.is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+  is_shifted = hugging_face.has_shifted_ids(config)
   added = _added_tokens(path, settings)
   model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
   tokenizer = path / "tokenizer.json"
@@ -215,13 +201,6 @@ def _eos_token(path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[
   return token["content"] if isinstance(token, dict) else token
 
 
-def _count_tokens(function: str, arguments: Mapping[str, Any]) -> int:
-  """Returns the number of tokens of a vocabulary; 0 if the table need not have so many rows."""
-  if function != "data.tokenizer_vocabulary":
-    return 0  # T5's extra ids are not always used.
-  return int(tokenizer_vocabulary(**arguments).vocab_size)
-
-
 def _decoding(
   generation: Mapping[str, Any], shift: int, notes: list[str]
 ) -> tuple[str, dict[str, Any]]:
@@ -241,9 +220,8 @@ def _decoding(
   if unknown := [f"{k} = {json.dumps(v)}" for k, v in generation.items() if k not in known and v]:
     notes.append(f"these settings of generation_config.json have no effect: {', '.join(unknown)}")
   if (generation.get("num_beams") or 1) > 1:
-    arguments["alpha"] = float(
-      1.0 if (penalty := generation.get("length_penalty")) is None else penalty
-    )
+    penalty = generation.get("length_penalty")
+    arguments["alpha"] = 1.0 if penalty is None else float(penalty)
     notes.append("beams are compared with T5X's brevity penalty, where length_penalty is alpha")
     return "beam_search", arguments
   arguments |= {"rescale_log_probs": False, "temperature": 0.0}
@@ -255,14 +233,9 @@ def _decoding(
 
 
 def _lengths(
-  config: Mapping[str, Any],
-  settings: Mapping[str, Any],
-  generation: Mapping[str, Any],
-  is_gpt: bool,
+  config: Mapping[str, Any], settings: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> dict[str, int]:
   """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""
-  if is_gpt:
-    return {"targets": int(config.get("n_positions") or config["max_position_embeddings"])}
   inputs = settings.get("model_max_length") or config.get("n_positions") or 0
   # max_length counts the start token.
   targets = generation.get("max_new_tokens") or (generation.get("max_length") or 1) - 1

@@ -9,7 +9,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,15 +21,12 @@ from rosetta_t5.checkpoints.arrays.t5_names import EMBEDDING
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
 from rosetta_t5.checkpoints.reading import read_arrays, stored_step
 from rosetta_t5.conversion import model_card, verification
-from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
+from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import complete_folder
-from rosetta_t5.networks.decoder_config import TransformerConfig
-from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.terminal import progress
 from rosetta_t5.terminal.standard_streams import optional_output
 
@@ -38,8 +34,6 @@ LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
 Arrays = dict[str, StoredArray]
 _STEP = "state/step"
-# The address space that Python and the libraries take for themselves and their threads.
-_LIBRARIES_BYTES = 1_600_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +81,7 @@ def convert(
 ) -> epath.Path:
   """Writes the checkpoint `source` as `destination` and returns the path of what was written.
 
-  The result gets its name only after both checkpoints have computed the same logits of real text.
+  The result gets its name only after both checkpoints have computed the same logits.
   The largest array must fit into memory; the model need not.
 
   Args:
@@ -101,7 +95,7 @@ def convert(
     encoder_only: leave out the decoder and the optimizer's state.
     model_type: the family in Transformers; None to derive it from the weights.
     activations: T5Config.mlp_activations; None to derive them from the source's config or weights.
-    config: a config.gin or config.json with facts that weights do not show, such as a decoder's
+    config: a config.gin or config.json with settings that weights do not show, such as a decoder's
       number of heads; None for the one beside the source.
     tokenizer: where the tokenizer's files are; None for those of the source, if it has any.
     report: receives the messages.
@@ -109,14 +103,12 @@ def convert(
   Raises:
     ConversionError: the logits of the two checkpoints differ.
     ValueError: the source cannot be written in this layout.
-    MemoryError: `ulimit -v` is too low.
   """
   started = time.monotonic()
   path = checkpoint_folders.resolve_checkpoint(source)
   stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
   arrays = _select_arrays(_cast(stored, dtype), to, tree, encoder_only)
-  _check_address_space(arrays)
-  facts = read_facts(path, arrays, activations, config)
+  settings = read_model_settings(path, arrays, activations, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
   final = _prepare_destination(destination, to, arrays)
@@ -124,42 +116,31 @@ def convert(
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
     if to == "hf":
+      source_config = {**_end_token(tokenizer), **settings.source_config}
+      their_config, weights = hugging_face_folder.make_config_and_weights(
+        arrays, settings.network, source_config, settings.ids_are_shifted, model_type
+      )
       unfinished.mkdir(parents=True)
-      weights, their_config = _for_transformers(arrays, facts, model_type, tokenizer)
       hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
       _write_t5x(unfinished, arrays, to)
-      if facts.source_config:  # A conversion back to Transformers needs it.
-        text = json.dumps(facts.source_config, indent=2, sort_keys=True)
+      if settings.source_config:  # A conversion back to Transformers needs it.
+        text = json.dumps(settings.source_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
     with progress.bar("verifying"):
-      verified: list[str] = []
-      verification.check(arrays, path, unfinished, facts, tokenizer, verified.append)
-    report("\n".join(verified))
+      verified = verification.verify(arrays, path, unfinished, settings)
+    report(verified)
     if to == "hf":
       written = read_arrays(unfinished, warn_without_checksums=False)
       checksums.compute_and_write(unfinished, written)
-      model_card.write(unfinished, final.name, path, facts.source_config, arrays, verified)
+      model_card.write(unfinished, final.name, path, settings.source_config, arrays, verified)
       report("README.md describes the model: check it and set its license before you publish it")
   seconds = time.monotonic() - started
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   report(f"wrote {final} in {seconds:.0f} s with at most {peak:.2f} GB of memory")
   return final
-
-
-def _check_address_space(arrays: Arrays) -> None:
-  """Raises MemoryError where TensorStore would end the process, because `ulimit -v` is too low."""
-  limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-  largest = max((array.nbytes for array in arrays.values()), default=0)
-  needed = _LIBRARIES_BYTES + 2 * largest
-  if limit != resource.RLIM_INFINITY and limit < needed:
-    raise MemoryError(
-      f"this conversion needs at least {needed / 1e9:.1f} GB of address space, because its largest "
-      f"array has {largest / 1e9:.1f} GB: set `ulimit -v {needed // 1024}` or unlimited, got "
-      f"{limit // 1024}"
-    )
 
 
 def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
@@ -182,36 +163,6 @@ def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool
   plain = to_plain_tree(arrays)
   step = {_STEP: arrays[_STEP]} if _STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
-
-
-def _for_transformers(
-  arrays: Arrays,
-  facts: ModelFacts,
-  family: str | None,
-  tokenizer: str | os.PathLike[str] | None,
-) -> tuple[Arrays, dict[str, Any]]:
-  """Returns the weights by Transformers' names, and the content of config.json.
-
-  Raises:
-    ValueError: Transformers has no architecture for the model.
-  """
-  if any(name.startswith("target/encoder/") for name in arrays):
-    assert isinstance(facts.network, T5Config)
-    family = family or t5.find_family(arrays, facts.source_config)
-    source_config = {**_end_token(tokenizer), **facts.source_config}
-    config = t5.make_config(arrays, facts.network, family, source_config)
-    return t5.make_weights(arrays, config), config
-  gpt.check_is_gpt(arrays)
-  if not isinstance(facts.network, TransformerConfig):
-    raise ValueError(
-      "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
-      "config.gin of the run that trained it, or to the config.json that it came with"
-    )
-  family = family or gpt.find_family(facts.network)
-  config = gpt.make_config(
-    arrays, facts.network, family, facts.source_config, facts.ids_are_shifted
-  )
-  return gpt.make_weights(arrays, facts.network, config), config
 
 
 def _end_token(tokenizer: str | os.PathLike[str] | None) -> dict[str, int]:

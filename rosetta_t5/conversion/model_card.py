@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 from etils import epath
 
@@ -15,38 +15,20 @@ from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_f
 FILE = "README.md"
 
 
-class _Kind(NamedTuple):
-  """What the name of a class of Transformers says about its models."""
-
-  pipeline: str
-  description: str
-  use: str = "print(tokenizer.decode(model.generate(**inputs)[0], skip_special_tokens=True))"
-
-
+# {how the name of a class of Transformers ends: (the task of its pipeline, what it is)}
 _KINDS = {
-  "ForConditionalGeneration": _Kind("text2text-generation", "encoder-decoder model"),
-  "LMHeadModel": _Kind("text-generation", "decoder-only model"),
-  "ForCausalLM": _Kind("text-generation", "decoder-only model"),
-  "EncoderModel": _Kind(
-    "feature-extraction", "encoder", "print(model(**inputs).last_hidden_state.shape)"
-  ),
+  "ForConditionalGeneration": ("text2text-generation", "an encoder-decoder model"),
+  "LMHeadModel": ("text-generation", "a decoder-only model"),
+  "ForCausalLM": ("text-generation", "a decoder-only model"),
+  "EncoderModel": ("feature-extraction", "an encoder"),
 }
-_SIZES = {
-  "num_layers": "layers",
-  "n_layer": "layers",
-  "num_decoder_layers": "decoder layers",
-  "d_model": "width",
-  "hidden_size": "width",
-  "n_embd": "width",
-  "num_heads": "attention heads",
-  "n_head": "attention heads",
-  "d_kv": "width of a head",
-  "d_ff": "width of a feed-forward block",
-  "n_positions": "positions",
-  "max_position_embeddings": "positions",
-  "vocab_size": "rows of the embedding table",
-  "dtype": "type of the parameters",
-}
+_GENERATE = "print(tokenizer.decode(model.generate(**inputs)[0], skip_special_tokens=True))"
+_ENCODE = "print(model(**inputs).last_hidden_state.shape)"
+# The entries of config.json that the card lists.
+_SIZES = (
+  *("num_layers", "n_layer", "num_decoder_layers", "d_model", "hidden_size", "n_embd", "num_heads"),
+  *("n_head", "d_kv", "d_ff", "n_positions", "max_position_embeddings", "vocab_size", "dtype"),
+)
 _LICENSE_COMMENT = "# license: set its identifier, such as apache-2.0, before you publish the model"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a path on somebody's machine has more slashes
 _CARD = """\
@@ -56,7 +38,7 @@ _CARD = """\
 
 # {name}
 
-This is {article} {kind.description} ({model_type}). rosetta-t5 converted it from the checkpoint `{source}`{steps}.
+This is {description} ({model_type}). rosetta-t5 converted it from the checkpoint `{source}`{steps}.
 
 ## Sizes
 
@@ -80,14 +62,14 @@ from transformers import AutoTokenizer, {architecture}
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = {architecture}.from_pretrained("{name}")
 inputs = tokenizer("Write your text here.", return_tensors="pt")
-{kind.use}
+{use}
 ```
 
 ## Verification
 
 The converted model was compared with the checkpoint:
 
-{verified}
+- {verified}
 """
 
 
@@ -97,7 +79,7 @@ def write(
   source: epath.Path,
   source_config: Mapping[str, Any],
   arrays: Mapping[str, StoredArray],
-  verified: Sequence[str],
+  verified: str,
 ) -> None:
   """Writes the model card of a folder that `convert` has written for Transformers.
 
@@ -106,20 +88,18 @@ def write(
   Args:
     source: the converted checkpoint. If it belongs to a run, the card contains the run's config.gin.
     source_config: the config.json that the model came with; or {}.
-    verified: sentences about the comparison of the two models.
+    verified: a sentence about the comparison of the two models.
   """
   config = hugging_face_folder.read_config(folder / hugging_face_folder.CONFIG)
   (architecture,) = config["architectures"]
-  kind = next(kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix))
+  pipeline, description = next(x for end, x in _KINDS.items() if architecture.endswith(end))
   step = int(arrays["state/step"].get()) if "state/step" in arrays else 0
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
-  sizes = {"parameters": f"{params:,}"}
-  sizes |= {what: config[key] for key, what in _SIZES.items() if key in config}
+  sizes = {"parameters": f"{params:,}"} | {key: config[key] for key in _SIZES if key in config}
   text = _CARD.format(
-    metadata=_metadata(source, source_config, kind, config["model_type"]),
+    metadata=_metadata(source, source_config, pipeline, config["model_type"]),
     name=name,
-    article="an" if kind.description.startswith("e") else "a",
-    kind=kind,
+    description=description,
     model_type=config["model_type"],
     source=source.name,
     steps=f" after {step} training steps" if step else "",
@@ -127,13 +107,14 @@ def write(
     vocabulary=_vocabulary(folder),
     training=_training(source),
     architecture=architecture,
-    verified="\n".join(f"- {sentence}" for sentence in verified),
+    use=_ENCODE if pipeline == "feature-extraction" else _GENERATE,
+    verified=verified,
   )
   (folder / FILE).write_text(text)
 
 
 def _metadata(
-  source: epath.Path, source_config: Mapping[str, Any], kind: _Kind, model_type: str
+  source: epath.Path, source_config: Mapping[str, Any], pipeline: str, model_type: str
 ) -> str:
   """Returns the YAML that hubs read, with what the source's own card states."""
   import yaml
@@ -149,7 +130,7 @@ def _metadata(
     license=known.get("license"),
     base_model=known.get("base_model") or (base if _HUB_NAME.fullmatch(base) else None),
     library_name="transformers",
-    pipeline_tag=kind.pipeline,
+    pipeline_tag=pipeline,
     tags=[model_type, "t5" if "t5" in model_type else "gpt", "rosetta-t5"],
   )
   return data.to_yaml() if data.license else f"{data.to_yaml()}\n{_LICENSE_COMMENT}"

@@ -7,119 +7,204 @@ too large for that, its arrays are compared one by one.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import psutil
+from etils import epath
+from flax.traverse_util import unflatten_dict
 
 from rosetta_t5.checkpoints.arrays import t5_names
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
-from rosetta_t5.checkpoints.formats.hugging_face import gpt
-from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
+from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
+from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.conversion import transformers_reference
-from rosetta_t5.conversion.model_facts import ModelFacts, read_facts
-from rosetta_t5.conversion.network_outputs import Arrays, Tokens, network_outputs
-from rosetta_t5.conversion.sample_text import encode_sample_text
+from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
+from rosetta_t5.networks import scalable_t5
+from rosetta_t5.networks import t5 as t5_network
+from rosetta_t5.networks.decoder import DecoderWrapper
 
 TOLERANCE = 1e-4
 # Two implementations may differ by this multiple of the rounding errors of one of them.
 _ROUNDING_FACTOR = 10.0
+# A model is computed if its parameters, in float32, take at most this share of the free memory.
+_MEMORY_SHARE = 0.3
+_INPUTS, _TARGETS = 60, 30  # tokens
 _OF_TRANSFORMERS = (
-  "logits of real text, by Transformers {version}: largest difference {difference}. {note}"
+  "logits of {tokens} tokens, by Transformers {version}: largest difference {difference}. This check "
+  "shares no code with this project; tokens that do not occur in it are not checked"
 )
-_INDEPENDENT = "This check shares no code with this project; one text does not show every token"
 _OF_NETWORKS = (
-  "logits of real text, by this project's network, because {reason}: largest difference {difference}. A "
-  "mistake that reading and writing have in common cannot be seen; Transformers and PyTorch would show it"
+  "logits of {tokens} tokens, by this project's network, because {reason}: largest difference {difference}. "
+  "A mistake that reading and writing have in common cannot be seen; Transformers and PyTorch would show it"
 )
 _OF_ARRAYS = (
   "{count} arrays were read again, one by one, and are equal{reason}. Logits were not compared: the settings "
   "of the network, and a mistake that reading and writing have in common, cannot be seen"
 )
 
+Arrays = Mapping[str, StoredArray]
+# The encoder's inputs [1, S], and the decoder's inputs [1, T].
+Tokens = tuple[np.ndarray, np.ndarray]
+
 
 class ConversionError(RuntimeError):
   """The model that was written is not the model that was read."""
 
 
-def check(
+def verify(
   source: Arrays,
   path: str | os.PathLike[str],
   folder: str | os.PathLike[str],
-  facts: ModelFacts,
-  tokenizer: str | os.PathLike[str] | None,
-  report: Callable[[str], None],
-) -> None:
-  """Checks that the model in a folder is the source's.
+  settings: ModelSettings,
+) -> str:
+  """Checks that the model in a folder is the source's, and returns a sentence about the check.
 
   Args:
     source: the arrays that were converted.
     path: the checkpoint that they are from.
     folder: what was written, of any layout.
-    facts: the facts about the source's model.
-    tokenizer: where the tokenizer's files are; None to encode the text as bytes.
-    report: receives a sentence about each check.
+    settings: those of the source's model.
 
   Raises:
     ConversionError: the logits or parameters differ.
   """
   written = read_arrays(folder, warn_without_checksums=False)  # this program has just written it
-  theirs = next(filter(is_hugging_face, (folder, path)), None)
-  params = sum(array.size for name, array in written.items() if name.startswith("target/"))
-  reason = transformers_reference.why_not(params)
-  if not is_hugging_face(folder):
-    count = compare_arrays(source, written)
-    if theirs is None or reason or facts.network is None:
-      report(_OF_ARRAYS.format(count=count, reason=""))
-      return
-  elif facts.network is None or not transformers_reference.fits(params):
-    count = compare_arrays(source, written, rtol=1e-6)
-    report(_OF_ARRAYS.format(count=count, reason=f", because {reason}" if reason else ""))
-    return
-  tokens = _make_tokens(to_plain_tree(source), facts, tokenizer)
+  to_transformers = hugging_face_folder.is_hugging_face(folder)
+  theirs = next(filter(hugging_face_folder.is_hugging_face, (folder, path)), None)
+  fits = _fits(sum(array.size for name, array in written.items() if name.startswith("target/")))
+  reason = "" if fits else "the model is too large for this machine's memory"
+  if fits and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+    reason = "Transformers and PyTorch are not installed"
+  is_computed = settings.network is not None and (
+    fits if to_transformers else not reason and theirs
+  )
+  if not (to_transformers and is_computed):
+    count = compare_arrays(source, written, rtol=1e-6 if to_transformers else 0.0)
+    if not is_computed:
+      shown = f", because {reason}" if reason and to_transformers else ""
+      return _OF_ARRAYS.format(count=count, reason=shown)
+  tokens = _make_tokens(to_plain_tree(source), settings)
   if theirs is not None and not reason:
-    ours = source if is_hugging_face(folder) else written
-    _compare_with_transformers(ours, facts, theirs, tokens, report)
-    return
-  written_facts = read_facts(folder, written)
-  before = network_outputs(source, facts, tokens)
-  after = network_outputs(written, written_facts, tokens)
+    ours = source if to_transformers else written
+    return _compare_with_transformers(ours, settings, theirs, tokens)
+  before = network_outputs(source, settings, tokens)
+  after = network_outputs(written, read_model_settings(folder, written), tokens)
   difference, limit = _difference(before, after)
   if difference > limit:
     raise _conversion_error(difference, limit, "by this project's network")
-  report(_OF_NETWORKS.format(reason=reason, difference=f"{difference:.1e}"))
+  return _OF_NETWORKS.format(tokens=_TARGETS, reason=reason, difference=f"{difference:.1e}")
+
+
+def _fits(params: int) -> bool:
+  """Returns whether a model with this many parameters can be computed in the free memory."""
+  return params * 4 <= _MEMORY_SHARE * psutil.virtual_memory().available
+
+
+def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> np.ndarray:
+  """Returns the logits [1, T, V] of a model, or the outputs [1, S, D] of an encoder without a decoder.
+
+  Args:
+    arrays: the model's arrays.
+    settings: those of the model.
+    tokens: ids by this project's vocabulary, without padding except as the start of the decoder.
+  """
+  plain = to_plain_tree(arrays)
+  changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
+  if settings.is_gpt:
+    changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
+  config: Any = dataclasses.replace(settings.network, **changes)
+  module: Any = DecoderWrapper(config) if settings.is_gpt else t5_network.Transformer(config)
+  if t5.has_own_biases(plain):
+    plain = to_scalable_tree(plain)
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    module = scalable_t5.Transformer(scalable_t5.T5Config(**fields))
+  params = unflatten_dict(
+    {
+      tuple(name.removeprefix("target/").split("/")): jnp.asarray(array.get(), jnp.float32)
+      for name, array in plain.items()
+    }
+  )
+  inputs, targets = (jnp.asarray(ids, jnp.int32) for ids in tokens)
+  call, options = [inputs, targets, jnp.ones_like(targets)], {"enable_dropout": False}
+  if settings.is_gpt:
+    call = call[1:]
+  elif "decoder" not in params:
+    call, options["method"] = [inputs], module.encode
+  with jax.default_matmul_precision("highest"):
+    # Not jitted: a large model would take longer to compile than to compute once.
+    return np.asarray(module.apply({"params": params}, *call, **options))
 
 
 def _compare_with_transformers(
-  arrays: Arrays,
-  facts: ModelFacts,
-  folder: str | os.PathLike[str],
-  tokens: Tokens,
-  report: Callable[[str], None],
-) -> None:
-  compute = functools.partial(transformers_reference.outputs, folder, tokens, facts)
-  ours, theirs = network_outputs(arrays, facts, tokens), compute(np.float32)
+  arrays: Arrays, settings: ModelSettings, folder: str | os.PathLike[str], tokens: Tokens
+) -> str:
+  ours = network_outputs(arrays, settings, tokens)
+  theirs = _transformers_outputs(folder, settings, tokens)
   difference, limit = _difference(ours, theirs)
-  version = transformers_reference.version()
+  version = importlib.metadata.version("transformers")
   text = f"{difference:.1e}"
   if difference > limit:
     # Sharp attention amplifies the rounding errors of float32, in Transformers too.
-    exact = compute(np.float64)
-    difference, _ = _difference(ours, exact)
-    rounding, _ = _difference(theirs, exact)
-    text += f" ({rounding:.1e} between Transformers in float32 and in float64)"
+    rounding, _ = _difference(theirs, _transformers_outputs(folder, settings, tokens, 2.0**-24))
+    text += f" ({rounding:.1e} in Transformers if its parameters are rounded differently)"
     if difference > _ROUNDING_FACTOR * rounding:
       raise _conversion_error(difference, max(limit, rounding), f"by Transformers {version}")
-  report(_OF_TRANSFORMERS.format(version=version, difference=text, note=_INDEPENDENT))
+  return _OF_TRANSFORMERS.format(tokens=_TARGETS, version=version, difference=text)
+
+
+def _transformers_outputs(
+  folder: str | os.PathLike[str], settings: ModelSettings, tokens: Tokens, change: float = 0.0
+) -> np.ndarray:
+  """Returns what `network_outputs` returns, computed by Transformers and PyTorch on the CPU.
+
+  Args:
+    folder: a Hugging Face folder.
+    settings: those of the model.
+    tokens: as in `network_outputs`.
+    change: how much every parameter is changed at random, relative to its value.
+  """
+  import torch
+  import transformers
+
+  config = json.loads((epath.Path(folder) / hugging_face_folder.CONFIG).read_text())
+  name = hugging_face_folder.architecture(config["model_type"], settings.network)
+  model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
+  inputs_1S, targets_1T = tokens
+  start = gpt.start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
+  if settings.ids_are_shifted:
+    targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
+  elif not settings.is_gpt:
+    targets_1T = np.where(targets_1T == 0, start, targets_1T)
+  inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
+  with torch.no_grad():
+    for parameter in model.parameters() if change else ():
+      parameter.mul_(1 + change * torch.randn_like(parameter))
+    if settings.is_gpt:
+      outputs = model(input_ids=targets).logits
+    elif settings.network.num_decoder_layers:
+      outputs = model(input_ids=inputs, decoder_input_ids=targets).logits
+    else:
+      outputs = model(input_ids=inputs).last_hidden_state
+  outputs_1TV: np.ndarray = outputs.numpy()
+  if settings.ids_are_shifted:
+    return np.concatenate([outputs_1TV[..., start : start + 1], outputs_1TV], -1)
+  return outputs_1TV
 
 
 def _conversion_error(difference: float, limit: float, name: str) -> ConversionError:
   return ConversionError(
-    f"the logits of real text differ by {difference:.1e} (at most {limit:.0e}) between the source and "
-    f"what was written, {name}: nothing was kept"
+    f"the logits of the source and of what was written differ by {difference:.1e} (at most {limit:.0e}), "
+    f"{name}: nothing was kept"
   )
 
 
@@ -169,13 +254,17 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
   )
 
 
-def _make_tokens(
-  arrays: Arrays, facts: ModelFacts, tokenizer: str | os.PathLike[str] | None
-) -> Tokens:
-  table = arrays.get(t5_names.EMBEDDING) or arrays[gpt.EMBEDDING]
-  inputs_1S, targets_1T = encode_sample_text(table.shape[0], tokenizer)
-  if not facts.is_gpt:
-    return inputs_1S, targets_1T
-  # One long text, cut at the number of positions, because local attention needs more than its window.
-  text = [[0, *inputs_1S[0, :-1], *targets_1T[0, 1:]]]
-  return inputs_1S, np.array(text)[:, : arrays[gpt.POSITIONS].shape[0]]
+def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
+  """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
+  table = arrays[gpt.EMBEDDING if settings.is_gpt else t5_names.EMBEDDING]
+  random = np.random.default_rng(0)
+  # Small vocabularies, as in tests, have few ids that are not special.
+  inputs, targets = (
+    random.integers(min(3, table.shape[0] - 1), table.shape[0], (1, count))
+    for count in (_INPUTS, _TARGETS)
+  )
+  if settings.is_gpt:
+    # Local attention needs more than its window.
+    targets = np.concatenate([targets, inputs], -1)[:, : arrays[gpt.POSITIONS].shape[0]]
+  targets[0, 0] = 0
+  return inputs, targets

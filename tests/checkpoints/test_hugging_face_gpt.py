@@ -273,7 +273,7 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
     (
       "window",
       [],
-      "gpt_neo has no biases for queries, keys and values, so they must be zero, but 6 of 6",
+      "gpt_neo: the biases of queries, keys and values must be zero, but they are not",
     ),
     ("window", ["--model-type", "gpt2"], "local_attention_window must be None, got 3"),
   ):

@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import pathlib
-import pickle
 import shutil
-import zipfile
 
 import numpy as np
 import numpy_t5
 import pytest
+from safetensors.numpy import load_file
 
 from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
   UnreadableCheckpointError,
   get_first_valid_restore_config_and_paths,
 )
-from rosetta_t5.checkpoints.formats import torch_file
-from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
+from rosetta_t5.checkpoints.formats.hugging_face import folder, t5, weight_files
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion.convert import convert
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-MODELS = ("t5_1_0_bin", "t5_1_1", "mt5_sharded", "umt5")
+MODELS = ("t5_1_0", "t5_1_1", "mt5_sharded", "umt5")
 
 
 @pytest.fixture(scope="module")
@@ -75,23 +73,31 @@ def test_a_folder_is_recognised_in_every_restore_mode():
     assert get_first_valid_restore_config_and_paths([cfg])[1] == (str(FIXTURES / "umt5"),)
 
 
-def test_a_pickle_that_contains_more_than_tensors_is_not_executed(tmp_path):
-  class Attack:
-    def __reduce__(self):
-      return pathlib.Path.touch, (tmp_path / "executed",)
+def test_a_file_of_pytorch_is_read_with_it_and_runs_no_code(tmp_path):
+  torch = pytest.importorskip("torch", reason="only PyTorch reads its files")
+  weights = load_file(FIXTURES / "t5_1_0/model.safetensors")
+  state = {name: torch.from_numpy(x).bfloat16() for name, x in weights.items()}
+  state["encoder.embed_tokens.weight"] = state["shared.weight"]
+  torch.save(state, tmp_path / "pytorch_model.bin")
+  shutil.copy(FIXTURES / "t5_1_0/config.json", tmp_path)
+  expected, found = read_arrays(FIXTURES / "t5_1_0"), read_arrays(tmp_path)
+  assert found.keys() == expected.keys()
+  for name, array in found.items():
+    rounded = expected[name].get().astype(array.dtype)
+    np.testing.assert_array_equal(array.get(), rounded, err_msg=name)
+  torch.save({"shared.weight": pathlib.Path("touched")}, tmp_path / "pytorch_model.bin")
+  with pytest.raises(UnreadableCheckpointError, match="is not a file of weights, or is damaged"):
+    read_arrays(tmp_path)
 
-  with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
-    archive.writestr("archive/data.pkl", pickle.dumps({"shared.weight": Attack()}, protocol=2))
-  with pytest.raises(ValueError, match=r"it would execute .*, which weights do not need"):
-    torch_file.read_arrays(tmp_path / "pytorch_model.bin")
-  assert not (tmp_path / "executed").exists()
 
-
-def test_a_zip_archive_that_torch_did_not_write_is_refused(tmp_path):
-  with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
-    archive.writestr("notes.txt", "mine")
-  with pytest.raises(ValueError, match=r"must contain data\.pkl, .* got \['notes\.txt'\]"):
-    torch_file.read_arrays(tmp_path / "pytorch_model.bin")
+def test_without_pytorch_a_file_of_it_is_refused_with_what_to_use(tmp_path, monkeypatch):
+  monkeypatch.setattr(weight_files.importlib.util, "find_spec", lambda name: None)
+  shutil.copy(FIXTURES / "t5_1_0/config.json", tmp_path)
+  (tmp_path / "pytorch_model.bin").write_bytes(b"")
+  with pytest.raises(
+    UnreadableCheckpointError, match=r"use a folder with model\.safetensors, or run"
+  ):
+    read_arrays(tmp_path)
 
 
 def test_a_truncated_file_is_reported_as_damaged(tmp_path):
@@ -131,6 +137,6 @@ def test_other_families_are_refused(tmp_path):
   ],
 )
 def test_an_activation_that_cannot_be_computed_is_refused(config, error):
-  arrays = read_arrays(FIXTURES / "t5_1_0_bin")
+  arrays = read_arrays(FIXTURES / "t5_1_0")
   with pytest.raises(ValueError, match=error):
     t5.network_settings({"model_type": "t5", **config}, arrays)

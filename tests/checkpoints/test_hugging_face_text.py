@@ -11,7 +11,7 @@ import transformers_texts
 from transformers_texts import PROMPTS, SETTINGS, write_folder
 
 from rosetta_t5 import cli
-from rosetta_t5.checkpoints.formats.hugging_face import hub
+from rosetta_t5.checkpoints import local_folder
 from rosetta_t5.config import bindings_of
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids, train_sentencepiece
@@ -160,9 +160,9 @@ def test_a_hub_name_is_looked_up_only_where_no_folder_can_be_meant(tmp_path, mon
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   (tmp_path / "runs").mkdir()
   for path in ("runs/squad", "squad", "/a/b", "a/b/c", "gs://a/b", "./a"):
-    assert hub.local_folder(path) == path
+    assert local_folder(path) == path
   monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
-  assert hub.local_folder("google/flan-t5-small") == str(tmp_path)
+  assert local_folder("google/flan-t5-small") == str(tmp_path)
 
   def fail(name, **options):
     raise OSError("Cannot reach the hub\nmore")
@@ -171,7 +171,7 @@ def test_a_hub_name_is_looked_up_only_where_no_folder_can_be_meant(tmp_path, mon
   with pytest.raises(
     ValueError, match=r"Cannot reach the hub\. On a machine with a network, run: hf d"
   ):
-    hub.local_folder("google/flan-t5-small")
+    local_folder("google/flan-t5-small")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import sentencepiece
 from tokenizers import Tokenizer
 
 from rosetta_t5.checkpoints.formats.hugging_face.folder import write
-from rosetta_t5.checkpoints.formats.hugging_face.sentencepiece_tokenizer import (
+from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import (
   make_tokenizer,
   read_model,
 )

@@ -24,11 +24,11 @@ from rosetta_t5.checkpoints import (
   UnreadableCheckpointError,
   check_source_configs,
 )
-from rosetta_t5.checkpoints.formats.hugging_face import t5
+from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.conversion.convert import convert
-from rosetta_t5.conversion.model_facts import read_facts
-from rosetta_t5.conversion.network_outputs import network_outputs
+from rosetta_t5.conversion.model_settings import read_model_settings
+from rosetta_t5.conversion.verification import network_outputs
 from rosetta_t5.decoding import temperature_sample
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
@@ -39,16 +39,16 @@ TARGETS = transformers_folders.TARGETS
 _computed = {}
 
 
-def last_logits(folder):
+def last_logits(path):
   """Returns this project's logits of the last target, by Transformers' ids."""
-  arrays = read_arrays(folder)
-  facts = read_facts(folder, arrays)
-  tokens = (transformers_folders.INPUTS, TARGETS + (TARGETS > 0) * facts.ids_are_shifted)
+  arrays = read_arrays(path)
+  settings = read_model_settings(path, arrays)
+  tokens = (transformers_folders.INPUTS, TARGETS + (TARGETS > 0) * settings.ids_are_shifted)
   values = b"".join(arrays[name].get().tobytes() for name in sorted(arrays))
-  key = (repr(facts.network), facts.ids_are_shifted, zlib.crc32(values))
+  key = (repr(settings.network), settings.ids_are_shifted, zlib.crc32(values))
   if key not in _computed:  # Several versions save the same model.
-    _computed[key] = network_outputs(arrays, facts, tokens)[0, -1]
-  return _computed[key][facts.ids_are_shifted :]
+    _computed[key] = network_outputs(arrays, settings, tokens)[0, -1]
+  return _computed[key][settings.ids_are_shifted :]
 
 
 def versions(case):
@@ -70,7 +70,7 @@ def test_decoding_starts_and_ends_with_the_tokens_of_the_folder(case, tmp_path):
   (*_, name) = versions(case)
   transformers_folders.write_folder(name, tmp_path, RECORDED)
   arrays, end = read_arrays(tmp_path), RECORDED[name]["config"]["eos_token_id"]
-  network = read_facts(tmp_path, arrays).network
+  network = read_model_settings(tmp_path, arrays).network
   greedy = functools.partial(temperature_sample, temperature=0.0)
   vocabulary = types.SimpleNamespace(eos_id=end)
   model = EncoderDecoderModel(Transformer(network), vocabulary, vocabulary, None, greedy)
@@ -104,9 +104,9 @@ def test_a_conversion_to_t5x_and_back_keeps_weights_and_settings(case, tmp_path)
   assert read.keys() == written.keys()
   for array in read:
     np.testing.assert_array_equal(read[array].get(), written[array].get(), err_msg=array)
-  facts = [read_facts(x, read) for x in (tmp_path / "theirs", back)]
-  assert facts[0].network == facts[1].network
-  configs = [facts[n].source_config for n in (0, 1)]
+  settings = [read_model_settings(x, read) for x in (tmp_path / "theirs", back)]
+  assert settings[0].network == settings[1].network
+  configs = [settings[n].source_config for n in (0, 1)]
   for entry in ("pad_token_id", "eos_token_id", "bos_token_id", "dropout_rate", "attn_pdrop"):
     assert configs[0].get(entry) == configs[1].get(entry)
 
@@ -115,12 +115,14 @@ def test_a_conversion_to_t5x_and_back_keeps_weights_and_settings(case, tmp_path)
 def test_a_umt5_is_written_in_the_form_of_the_version_that_saved_it(version, tmp_path):
   transformers_folders.write_folder(f"{version}/umt5-untied", tmp_path, RECORDED)
   arrays = read_arrays(tmp_path)
-  facts = read_facts(tmp_path, arrays)
-  config = t5.make_config(arrays, facts.network, "umt5", facts.source_config)
-  assert config["tie_word_embeddings"] == facts.source_config["tie_word_embeddings"] or (
-    config["scale_decoder_outputs"] == facts.source_config["scale_decoder_outputs"]
+  settings = read_model_settings(tmp_path, arrays)
+  config, weights = folder.make_config_and_weights(
+    arrays, settings.network, settings.source_config, model_type="umt5"
   )
-  head = t5.make_weights(arrays, config)["lm_head.weight"].get()
+  assert config["tie_word_embeddings"] == settings.source_config["tie_word_embeddings"] or (
+    config["scale_decoder_outputs"] == settings.source_config["scale_decoder_outputs"]
+  )
+  head = weights["lm_head.weight"].get()
   expected = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
   np.testing.assert_allclose(head, expected, rtol=1e-6)
 
@@ -130,7 +132,7 @@ def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set
   config = json.loads((tmp_path / "theirs/config.json").read_text())
   (tmp_path / "theirs/config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
   converted = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x", report=lambda _: None)
-  network = read_facts(converted, read_arrays(converted)).network
+  network = read_model_settings(converted, read_arrays(converted)).network
   changes = {"mlp_activations": ["gelu", "linear"], "max_distance": 64, "vocab_size": 40}
   module, vocabulary = Transformer(network.replace(**changes)), types.SimpleNamespace(eos_id=1)
   model = EncoderDecoderModel(module, vocabulary, vocabulary, None)

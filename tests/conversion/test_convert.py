@@ -11,15 +11,13 @@ import numpy_t5
 import pytest
 import sentencepiece
 from huggingface_hub import ModelCard
-from limited_memory import limited_memory
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
-from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
+from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats.hugging_face import t5, weight_files
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.conversion import convert, transformers_reference, verification
-from rosetta_t5.conversion.sample_text import encode_sample_text
+from rosetta_t5.conversion import convert, verification
 
 MESH_TF = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/mesh_tf"
 
@@ -67,21 +65,6 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
   np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
 
 
-def test_a_conversion_states_how_much_memory_it_needs_if_it_is_limited(tmp_path, capsys):
-  kernel = np.ones((4, 4), np.float32)
-  t5x_legacy.write(tmp_path / "checkpoint_1", [("target/a/kernel", kernel)])
-  next(tmp_path.glob("*/checksums-*")).unlink()
-  metadata = tmp_path / "checkpoint_1/target.a.kernel/.zarray"
-  metadata.write_text(metadata.read_text().replace('"shape":[4,', '"shape":[4000000000,'))
-  with open(metadata.with_name("1.0"), "wb") as part:
-    part.truncate(100_000_000)  # An array that is much larger than its files is refused.
-  with limited_memory(8 << 30):
-    assert run("convert", tmp_path, tmp_path / "out", "--to", "t5x") == 1
-  expected = "there is not enough memory: this conversion needs at least 129.6 GB of address space"
-  assert expected in capsys.readouterr().err
-  assert not (tmp_path / "out").exists()
-
-
 def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_path):
   quiet = {"report": lambda _: None}
   scalable = convert.convert(MESH_TF, tmp_path / "a", "t5x-legacy", tree="scalable", **quiet)
@@ -120,14 +103,14 @@ def test_a_conversion_that_changes_the_model_fails_and_leaves_nothing(
 ):
   correct = t5.make_weights
 
-  def wrong(arrays, config):
-    theirs = correct(arrays, config)
+  def wrong(arrays, network, config):
+    theirs = correct(arrays, network, config)
     k, v = (f"encoder.block.0.layer.0.SelfAttention.{letter}.weight" for letter in "kv")
     return theirs | {k: theirs[v], v: theirs[k]}
 
   monkeypatch.setattr(t5, "make_weights", wrong)
   assert run("convert", MESH_TF, tmp_path / "hf", "--to", "hf") == 1
-  assert "the logits of real text differ by" in capsys.readouterr().err
+  assert "the logits of the source and of what was written differ by" in capsys.readouterr().err
   assert not (tmp_path / "hf").exists()
 
 
@@ -139,12 +122,9 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
   assert "is not a checkpoint: the folder contains note" in capsys.readouterr().err
 
 
-def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplog):
-  theirs = t5.make_weights(
-    {n: x for n, x in read_arrays(MESH_TF).items() if n.startswith("target/")}, {"model_type": "t5"}
-  )
-  config = {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-  folder.write(tmp_path, theirs, config, shard_bytes=3000)
+def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplog, monkeypatch):
+  monkeypatch.setattr(weight_files, "_SHARD_BYTES", 3000)
+  convert.convert(MESH_TF, tmp_path, "hf", report=lambda _: None)
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert len(set(index["weight_map"].values())) > 3
   (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [de, fr]\n---\nText")
@@ -157,14 +137,6 @@ def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, caplo
   assert {x.dtype.name for x in stored.values()} == {"bfloat16"}
   name = "target/decoder/logits_dense/kernel"
   np.testing.assert_allclose(stored[name].get().astype(np.float32), original[name].get(), rtol=0.01)
-
-
-def test_token_ids_of_the_sample_text_are_below_the_vocabulary_size():
-  for size in (32, 384, 32128):
-    inputs, targets = encode_sample_text(size)
-    assert targets[0, 0] == 0
-    assert 0 < inputs.min() <= inputs.max() < size
-    assert targets[0, 1:].min() > 0
 
 
 def test_a_converted_folder_is_compared_with_transformers_where_it_is_installed(tmp_path, capsys):
@@ -186,7 +158,7 @@ def test_a_converted_folder_is_compared_with_transformers_where_it_is_installed(
   assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "t5x"), "--to", "t5x"]) == 0
   assert cli.main(["convert", str(tmp_path / "t5x"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "logits of real text, by Transformers " in capsys.readouterr().out
+  assert "logits of 30 tokens, by Transformers " in capsys.readouterr().out
 
 
 def test_a_gpt_folder_converted_to_itself_gives_the_same_logits_in_transformers(tmp_path, capsys):
@@ -199,13 +171,13 @@ def test_a_gpt_folder_converted_to_itself_gives_the_same_logits_in_transformers(
   theirs = transformers.GPTNeoForCausalLM(config).eval()
   theirs.save_pretrained(tmp_path / "theirs")
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "logits of real text, by Transformers " in capsys.readouterr().out
+  assert "logits of 30 tokens, by Transformers " in capsys.readouterr().out
   ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
   ids = torch.arange(60)[None]
   assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
 
-def test_sharp_weights_are_compared_with_transformers_in_float64(tmp_path, capsys):
+def test_sharp_weights_may_differ_by_a_multiple_of_what_rounding_changes(tmp_path, capsys):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   torch.manual_seed(0)
@@ -219,13 +191,13 @@ def test_sharp_weights_are_compared_with_transformers_in_float64(tmp_path, capsy
       torch.nn.init.normal_(parameter, 0, 0.6)
   theirs.save_pretrained(tmp_path / "theirs")
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "between Transformers in float32 and in float64" in capsys.readouterr().out
+  assert "in Transformers if its parameters are rounded differently" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_into_memory_is_compared_array_by_array(
   tmp_path, capsys, monkeypatch
 ):
-  monkeypatch.setattr(transformers_reference, "_MEMORY_SHARE", 0.0)
+  monkeypatch.setattr(verification, "_MEMORY_SHARE", 0.0)
   assert run("convert", MESH_TF, tmp_path / "hf", "--to", "hf") == 0
   output = capsys.readouterr().out
   assert "arrays were read again, one by one, and are equal" in output
@@ -253,11 +225,9 @@ def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reason
   assert run("convert", tmp_path / "checkpoint_1000", tmp_path / "hf", "--to", "hf") == 1
   output = capsys.readouterr().err
   for reason in (
-    "GPT-2 or GPT-Neo, but this one is neither",
-    "T5's relative bias (positions = 'relative')",
-    "T5's norm (norm = 'rms')",
-    "a gated feed-forward block",
-    "no biases (use_bias = False)",
+    "GPT-2 or GPT-Neo, which have learned positions",
+    "This one differs in target/decoder/decoder_norm/bias, ",
+    "target/decoder/layers_0/mlp/wi/bias, ",
     "It can be written with --to t5x",
   ):
     assert reason in output

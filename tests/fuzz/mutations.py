@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import struct
-import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,24 +139,6 @@ def _encode_safetensors(original: bytes, tree: Any) -> bytes:
   return struct.pack("<Q", len(header)) + header + original[8 + length :]
 
 
-def _pickle_name(archive: zipfile.ZipFile) -> str:
-  return next(name for name in archive.namelist() if name.endswith(".pkl"))
-
-
-def _decode_torch(data: bytes) -> bytes:
-  archive = zipfile.ZipFile(io.BytesIO(data))
-  return archive.read(_pickle_name(archive))
-
-
-def _encode_torch(original: bytes, pickled: bytes) -> bytes:
-  source, result = zipfile.ZipFile(io.BytesIO(original)), io.BytesIO()
-  with zipfile.ZipFile(result, "w") as target:
-    for info in source.infolist():
-      is_pickle = info.filename == _pickle_name(source)
-      target.writestr(info, pickled if is_pickle else source.read(info))
-  return result.getvalue()
-
-
 def _decode_records(data: bytes) -> list[bytes]:
   """Returns the records of a TFRecord file, which event files are too."""
   records, position = [], 0
@@ -181,6 +162,5 @@ MSGPACK = Structure(
   lambda _, tree: bytes(msgpack.packb(tree)),
 )
 SAFETENSORS = Structure(_decode_safetensors, _encode_safetensors)
-TORCH = Structure(_decode_torch, _encode_torch)
 # The last record is damaged.
 RECORDS = Structure(lambda data: _decode_records(data)[-1], _encode_records)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 from etils import epath
 from inline_executor import InlineExecutor
-from mutations import JSON, MSGPACK, RECORDS, SAFETENSORS, TORCH, Structure
+from mutations import JSON, MSGPACK, RECORDS, SAFETENSORS, Structure
 from pyarrow import parquet
 from run_files import add_event_file, write_run
 from safetensors.numpy import save_file
@@ -25,12 +25,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
 from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import write_gpt_tokenizer
+from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import complete_tokenizer
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import read_model_file
-from rosetta_t5.conversion.model_facts import read_facts
+from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.data.prepared import TokenStream, prepare
@@ -94,7 +94,7 @@ def _copy(fixture: str) -> Callable[[Folder], object]:
 def _read_checkpoint(path: Folder) -> None:
   arrays = read_arrays(path)
   read_run_facts(path)
-  read_facts(path, arrays)
+  read_model_settings(path, arrays)
   for array in arrays.values():
     array.get()
 
@@ -151,7 +151,7 @@ def _write_sentencepiece(folder: Folder) -> None:
 
 
 def _read_sentencepiece(folder: Folder) -> None:
-  write_gpt_tokenizer(epath.Path(folder), {PADDING_IS_TOKEN_0: True})
+  complete_tokenizer(epath.Path(folder), {"model_type": "gpt2", PADDING_IS_TOKEN_0: True})
   load_sentencepiece(folder / "spiece.model").encode("old cat")
 
 
@@ -289,7 +289,6 @@ PARSERS = (
   Parser("config_json", _copy("t5_1_1"), {"config.json": JSON}, _read_checkpoint),
   Parser("gpt", _write_gpt, {"config.json": JSON}, _read_checkpoint),
   Parser("hugging_face_index", _copy("mt5_sharded"), {"*.index.json": JSON}, _read_checkpoint),
-  Parser("torch", _copy("t5_1_0_bin"), {"*.bin": TORCH}, _read_checkpoint),
   Parser(
     "mesh_tensorflow",
     _copy("mesh_tf"),

@@ -15,8 +15,7 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
-from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face
-from rosetta_t5.checkpoints.formats.hugging_face.hub import local_folder
+from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
 from rosetta_t5.files import json_checksum, read_json_object
 from rosetta_t5.user_errors import reason_of
 

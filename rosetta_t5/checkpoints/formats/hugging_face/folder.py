@@ -1,4 +1,7 @@
-"""Reads and writes Transformers' folders: config.json, files of weights and a tokenizer's files."""
+"""Reads and writes Transformers' folders: config.json, files of weights and a tokenizer's files.
+
+A model on Hugging Face's hub is a name such as google/flan-t5-small, which becomes a folder here.
+"""
 
 from __future__ import annotations
 
@@ -16,90 +19,59 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats import safetensors_file, torch_file
-from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
-from rosetta_t5.checkpoints.formats.hugging_face.gpt_tokenizer import (
-  SENTENCEPIECE,
-  write_gpt_tokenizer,
-  write_t5_tokenizer,
-)
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import list_names
+from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5, weight_files
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import list_names
 from rosetta_t5.files import read_json_object
 
 CONFIG = "config.json"
+SENTENCEPIECE = "spiece.model"
 FAMILIES = (*t5.FAMILIES, *gpt.FAMILIES)
-_INDEX = ".index.json"
-# Where weights are looked for, in this order.
-_WEIGHTS = (
-  *("model.safetensors.index.json", "model.safetensors"),
-  *("pytorch_model.bin.index.json", "pytorch_model.bin"),
-)
-_SHARD = re.compile(r"[^/\\\0]+\.(safetensors|bin)")
-_SHARD_BYTES = 5_000_000_000
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
 _LAYER = re.compile(r"layers_\d+")
-_log = logging.getLogger(__name__)
-# Entries of a GPT's config.json with the only value that the networks support, which is the default.
-_GPT_VALUES = {
-  "scale_attn_weights": True,
-  "scale_attn_by_inverse_layer_idx": False,
-  "add_cross_attention": False,
-  "tie_word_embeddings": True,
-}
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt.PADDING_IS_TOKEN_0)
 # Entries that may be null, which stands for a size that is derived from others.
 _NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+_log = logging.getLogger(__name__)
+
+
+def local_folder(source: epath.PathLike) -> str:
+  """Returns the folder of a model on the hub, which is downloaded unless it is in the hub's cache.
+
+  Args:
+    source: OWNER/NAME. A path that exists, one that begins with an existing folder, and any other path
+      are returned unchanged.
+
+  Raises:
+    ValueError: there is no such model, or it cannot be downloaded.
+  """
+  name = os.fspath(source)
+  if not _HUB_NAME.fullmatch(name) or os.path.lexists(name) or os.path.isdir(name.split("/")[0]):
+    return name
+  from huggingface_hub import snapshot_download  # importing it takes time
+
+  download = functools.partial(snapshot_download, name, ignore_patterns=["*/*"])
+  try:
+    folder = download(allow_patterns=[*_HUB_FILES, "*.safetensors"])
+    if not any(file.endswith(".safetensors") for file in os.listdir(folder)):
+      folder = download(allow_patterns=[*_HUB_FILES, "pytorch_model*.bin"])
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f"There is no folder {name}, and the model of this name on Hugging Face's hub cannot be "
+      f"downloaded: {str(error).partition(chr(10))[0][:200]}. On a machine with a network, run: hf "
+      f"download {name} --local-dir {name.split('/')[1]}. Copy this folder here and give its path"
+    ) from None
+  return str(folder)
 
 
 def is_hugging_face(path: str | os.PathLike[str]) -> bool:
   """Returns whether `path` is a folder with config.json and files of weights."""
   root = epath.Path(path)
-  return root.is_dir() and (root / CONFIG).exists() and _find_weights(root) is not None
-
-
-def _find_weights(root: epath.Path) -> epath.Path | None:
-  """Returns the file of weights, or the index if there are several files; None if there is neither."""
-  return next((root / name for name in _WEIGHTS if (root / name).exists()), None)
-
-
-def _read_weights(root: epath.Path) -> dict[str, StoredArray]:
-  """Returns {Transformers' name: array} of all files of weights."""
-  file = _find_weights(root)
-  if file is None:
-    raise ValueError(f"{root} must contain one of {', '.join(_WEIGHTS)}, got none")
-  if not file.name.endswith(_INDEX):
-    return _read_file(file)
-  weights: dict[str, StoredArray] = {}
-  weight_map = _read_weight_map(file)
-  for shard in sorted(set(weight_map.values())):
-    if not (root / shard).exists():
-      raise ValueError(f"{root / shard} is missing, although the folder's index lists it")
-    found = _read_file(root / shard)
-    if missing := [name for name, at in weight_map.items() if at == shard and name not in found]:
-      raise ValueError(f"{root / shard} lacks {missing[0]}, although {file.name} lists it there")
-    weights.update(found)
-  return weights
-
-
-def _read_file(file: epath.Path) -> dict[str, StoredArray]:
-  return (safetensors_file if file.suffix == ".safetensors" else torch_file).read_arrays(file)
-
-
-def _read_weight_map(index: epath.Path) -> dict[str, str]:
-  """Returns {name of a weight: name of its file} of an index."""
-  weight_map = read_json_object(index).get("weight_map")
-  if not isinstance(weight_map, dict) or not weight_map:
-    raise ValueError(f"{index}: weight_map must be an object that names the file of each weight")
-  for name, file in weight_map.items():
-    if not isinstance(file, str) or not _SHARD.fullmatch(file):
-      raise ValueError(
-        f"{index}: weight_map must name files of the same folder, such as "
-        f"model-00001-of-00002.safetensors, got {reprlib.repr(file)} for {reprlib.repr(name)}"
-      )
-  return weight_map
+  return root.is_dir() and (root / CONFIG).exists() and weight_files.find(root) is not None
 
 
 def is_gpt(config: Mapping[str, Any]) -> bool:
@@ -107,13 +79,21 @@ def is_gpt(config: Mapping[str, Any]) -> bool:
   return config.get("model_type") in gpt.FAMILIES
 
 
-def architecture(config: Mapping[str, Any], network: Any) -> str:
-  """Returns the class in Transformers for a config.json and the network's config."""
-  family = config["model_type"]
-  if is_gpt(config):
-    return gpt.FAMILIES[family].architecture
+def has_shifted_ids(config: Mapping[str, Any]) -> bool:
+  """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
+  return is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+
+
+def _family(config: Mapping[str, Any]) -> Any:
+  return gpt if is_gpt(config) else t5
+
+
+def architecture(model_type: str, network: Any) -> str:
+  """Returns the class in Transformers for a family and the network's config."""
+  if model_type in gpt.FAMILIES:
+    return gpt.FAMILIES[model_type]
   suffix = "ForConditionalGeneration" if network.num_decoder_layers else "EncoderModel"
-  return t5.FAMILIES[family] + suffix
+  return t5.FAMILIES[model_type] + suffix
 
 
 def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
@@ -128,7 +108,7 @@ def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
     raise ValueError(
       f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {reprlib.repr(family)}"
     )
-  for key, value in (_GPT_VALUES if is_gpt(config) else {}).items():
+  for key, value in _family(config).FIXED.items():
     if config.get(key, value) != value:
       raise ValueError(
         f"{file}: {key} must be {value}, got {reprlib.repr(config[key])}, which this project's "
@@ -149,9 +129,9 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   root = epath.Path(path)
   config = read_config(root / CONFIG)
-  family: Any = gpt if is_gpt(config) else t5
+  family = _family(config)
   # Transformers adds this prefix where a GPT is saved with its output layer.
-  weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
+  weights = {name.removeprefix("transformer."): x for name, x in weight_files.read(root).items()}
   if ignored := [name for name in weights if family.IGNORED.fullmatch(name)]:
     _report_ignored(os.fspath(root), list_names(ignored))
   used = {name: array for name, array in weights.items() if name not in ignored}
@@ -186,23 +166,19 @@ def network_settings(
         f"{name} must have the shape {first.shape} that it has in layer 0, got {array.shape}"
       )
   try:
-    settings = _checked_settings(config, arrays)
+    _check_entries(config, _family(config).sizes(arrays))
+    settings: dict[str, Any] = _family(config).network_settings(config, arrays)
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from None
   return settings
 
 
-def _checked_settings(
-  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> dict[str, Any]:
-  family: Any = gpt if is_gpt(config) else t5
-  found: dict[str, int] = family.sizes(arrays)
-  names = t5.SIZES
-  if is_gpt(config):
-    names = {**gpt.FAMILIES[config["model_type"]].sizes, "vocab_size": "vocab_size"}
-    found["vocab_size"] -= not config.get(gpt.PADDING_IS_TOKEN_0)
-  for entry, field in names.items():
-    size = found.get(field)
+def _check_entries(config: Mapping[str, Any], sizes: dict[str, int]) -> None:
+  """Raises ValueError unless a config.json states the sizes of the weights and valid numbers."""
+  names = gpt.SIZES[config["model_type"]] if is_gpt(config) else t5.SIZES
+  sizes["vocab_size"] -= has_shifted_ids(config)
+  for entry, field in (names | {"vocab_size": "vocab_size"}).items():
+    size = sizes.get(field)
     value = config.get(entry, size)
     is_derived = value is None and entry in _NULLABLE
     if size and not is_derived and not (type(value) is int and value == size):
@@ -216,8 +192,50 @@ def _checked_settings(
     raise ValueError(
       f"layer_norm_epsilon must be a number greater than 0, got {reprlib.repr(epsilon)}"
     )
-  settings: dict[str, Any] = family.network_settings(config, arrays)
-  return settings
+
+
+def make_config_and_weights(
+  arrays: Mapping[str, StoredArray],
+  network: Any,
+  source_config: Mapping[str, Any],
+  ids_are_shifted: bool = False,
+  model_type: str | None = None,
+) -> tuple[dict[str, Any], dict[str, StoredArray]]:
+  """Returns the content of config.json, and {Transformers' name: array}, for a model of this project.
+
+  Args:
+    arrays: the model's parameters in the plain tree.
+    network: its T5Config or TransformerConfig; None if it is not known.
+    source_config: the config.json that the model came with, whose other entries are kept; or {}.
+    ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
+    model_type: the family in Transformers; None to derive it from the model.
+
+  Raises:
+    ValueError: Transformers has no architecture for the model.
+  """
+  if any(name.startswith("target/encoder/") for name in arrays):
+    table = arrays[t5.EMBEDDING]
+    family = model_type or t5.find_family(arrays, source_config)
+    entries = t5.make_config(arrays, network, family, source_config)
+  else:
+    gpt.check_is_gpt(arrays)
+    if network is None:
+      raise ValueError(
+        "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
+        "config.gin of the run that trained it, or to the config.json that it came with"
+      )
+    table = arrays[gpt.EMBEDDING]
+    family = model_type or gpt.find_family(network)
+    entries = gpt.make_config(arrays, network, family, source_config, ids_are_shifted)
+  config = {
+    **entries,
+    "model_type": family,
+    "architectures": [architecture(family, network)],
+    "dtype": table.dtype.name,
+    "torch_dtype": table.dtype.name,
+    "transformers_version": "5.0.0",
+  }
+  return config, _family(config).make_weights(arrays, network, config)
 
 
 def write(
@@ -225,38 +243,20 @@ def write(
   weights: Mapping[str, StoredArray],
   config: Mapping[str, Any],
   tokenizer: str | os.PathLike[str] | None = None,
-  shard_bytes: int = _SHARD_BYTES,
 ) -> None:
   """Writes the weights (in shards if they are large), config.json and a tokenizer's files.
 
   Args:
     tokenizer: a folder or one file to copy the tokenizer from.
-    shard_bytes: the largest size of a file, in bytes.
   """
-  from huggingface_hub import split_state_dict_into_shards_factory  # importing it takes time
+  # Reading checkpoints must not import SentencePiece.
+  from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import complete_tokenizer
 
   root = epath.Path(folder)
-  split = split_state_dict_into_shards_factory(
-    dict(weights),
-    get_storage_size=lambda array: array.nbytes,
-    filename_pattern="model{suffix}.safetensors",
-    max_shard_size=shard_bytes,
-  )
-  for file_name, names in split.filename_to_tensors.items():
-    safetensors_file.write(root / file_name, {name: weights[name] for name in names})
-  if split.is_sharded:
-    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-    (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+  weight_files.write(root, weights)
   for file in tokenizer_files(tokenizer):
     shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
-  model = root / SENTENCEPIECE
-  if model.exists() and not config.get("pad_token_id") and not (root / "tokenizer.json").exists():
-    # Reading checkpoints must not import SentencePiece.
-    from rosetta_t5.data.vocabularies.sentencepiece_models import read_padded_model
-
-    model.write_bytes(read_padded_model(model))
-    config = config if is_gpt(config) else {**config, **write_t5_tokenizer(root, config)}
-  config = {**config, **write_gpt_tokenizer(root, config)}
+  config = {**config, **complete_tokenizer(root, config)}
   (root / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

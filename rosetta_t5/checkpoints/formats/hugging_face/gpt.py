@@ -8,7 +8,6 @@ a copy of the row of `<|endoftext|>`, the token that these models have seen befo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import reprlib
@@ -19,112 +18,85 @@ import numpy as np
 
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats.hugging_face import weight_mapping
-from rosetta_t5.checkpoints.formats.hugging_face.activations import flax_name, transformers_name
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping, count_layers
+from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import WeightMapping, count_layers
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
+# {model_type: the class in Transformers}
+FAMILIES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
 # The entry of config.json that marks a model whose ids are those of its SentencePiece vocabulary.
 PADDING_IS_TOKEN_0 = "padding_is_token_0"
+# Entries of config.json with the only value that the networks support, which is the default.
+FIXED = {
+  "scale_attn_weights": True,
+  "scale_attn_by_inverse_layer_idx": False,
+  "add_cross_attention": False,
+  "tie_word_embeddings": True,
+}
+# {family: {entry of config.json: field of TransformerConfig}} of the sizes.
+SIZES = {
+  "gpt2": {
+    "n_embd": "emb_dim",
+    "n_head": "num_heads",
+    "n_layer": "num_layers",
+    "n_positions": "max_length",
+    "n_inner": "mlp_dim",
+  },
+  "gpt_neo": {
+    "hidden_size": "emb_dim",
+    "num_heads": "num_heads",
+    "num_layers": "num_layers",
+    "max_position_embeddings": "max_length",
+    "intermediate_size": "mlp_dim",
+  },
+}
 EMBEDDING = "target/decoder/token_embedder/embedding"
 POSITIONS = "target/decoder/position_embedding"
 # Masks in PyTorch's files, which are not weights.
 IGNORED = re.compile(r"h\.\d+\.(attn|crossattention)\.(attention\.)?(masked_)?bias")
+_LAYER = "target/decoder/layers_{n}"
 _HEADS = ("query", "key", "value")
+# {family: {Transformers' name: our names}} of a layer's matrices. GPT-2 joins three of them.
+_MATRICES: dict[str, dict[str, tuple[str, ...]]] = {
+  "gpt2": {
+    "attn.c_attn": tuple(f"self_attention/{head}" for head in _HEADS),
+    "attn.c_proj": ("self_attention/out",),
+  },
+  "gpt_neo": {
+    **{f"attn.attention.{head[0]}_proj": (f"self_attention/{head}",) for head in _HEADS},
+    "attn.attention.out_proj": ("self_attention/out",),
+  },
+}
+_NORMS = {
+  "ln_f": "target/decoder/decoder_norm",
+  "h.{n}.ln_1": f"{_LAYER}/pre_self_attention_layer_norm",
+  "h.{n}.ln_2": f"{_LAYER}/pre_mlp_layer_norm",
+}
 _GPT2_END = 50256
 _OTHER_LAYOUTS = ". It can be written with --to t5x, t5x-legacy or rosetta"
-# Parameters that neither architecture has, by a pattern of their names.
-_UNSUPPORTED = {
-  r"/relpos_bias/": "T5's relative bias (positions = 'relative')",
-  r"/mlp/wi_\d/": "a gated feed-forward block (several mlp_activations)",
-  r"/logits_dense/": "a separate output layer (logits_via_embedding = False)",
-}
-# Parameters that both architectures have.
-_REQUIRED = {
-  POSITIONS: "no learned positions (positions = 'rotary' or 'relative')",
-  "target/decoder/decoder_norm/bias": "T5's norm (norm = 'rms')",
-  "target/decoder/layers_0/mlp/wo/bias": "no biases (use_bias = False)",
-}
 
 
-@dataclasses.dataclass(frozen=True)
-class GPTFamily:
-  """How one of the two architectures names and stores its weights."""
-
-  architecture: str  # the class in Transformers
-  sizes: dict[str, str]  # {entry of config.json: field of TransformerConfig}
-  matrices: dict[str, tuple[str, ...]]  # {their name: our names} of matrices that have a bias
-  matrices_without_bias: dict[str, str]  # {their name: our name}; ours have a bias, which is zero
-  is_transposed: bool  # whether matrices are stored as [out, in]
-
-
-FAMILIES = {
-  "gpt2": GPTFamily(
-    architecture="GPT2LMHeadModel",
-    sizes={
-      "n_embd": "emb_dim",
-      "n_head": "num_heads",
-      "n_layer": "num_layers",
-      "n_positions": "max_length",
-      "n_inner": "mlp_dim",
-    },
-    matrices={
-      "attn.c_attn": tuple(f"self_attention/{head}" for head in _HEADS),
-      "attn.c_proj": ("self_attention/out",),
-      "mlp.c_fc": ("mlp/wi",),
-      "mlp.c_proj": ("mlp/wo",),
-    },
-    matrices_without_bias={},
-    is_transposed=False,
-  ),
-  "gpt_neo": GPTFamily(
-    architecture="GPTNeoForCausalLM",
-    sizes={
-      "hidden_size": "emb_dim",
-      "num_heads": "num_heads",
-      "num_layers": "num_layers",
-      "max_position_embeddings": "max_length",
-      "intermediate_size": "mlp_dim",
-    },
-    matrices={
-      "attn.attention.out_proj": ("self_attention/out",),
-      "mlp.c_fc": ("mlp/wi",),
-      "mlp.c_proj": ("mlp/wo",),
-    },
-    matrices_without_bias={
-      f"attn.attention.{head[0]}_proj": f"self_attention/{head}" for head in _HEADS
-    },
-    is_transposed=True,
-  ),
-}
-
-
-def _weight_table(family: str, layers: int) -> list[WeightMapping]:
-  """Returns all weights of a model of one of FAMILIES; names lack the prefix `transformer.`."""
-  is_transposed = FAMILIES[family].is_transposed
-  matrices, bare = FAMILIES[family].matrices, FAMILIES[family].matrices_without_bias
+def _weight_table(family: str) -> list[WeightMapping]:
+  """Returns all weights of a family; names lack the prefix `transformer.`."""
+  is_neo = family == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias
   table = [WeightMapping("wte.weight", (EMBEDDING,)), WeightMapping("wpe.weight", (POSITIONS,))]
-  norms = {"ln_f": "target/decoder/decoder_norm"}
-  for layer in range(layers):
-    theirs, ours = f"h.{layer}.", f"target/decoder/layers_{layer}/"
-    norms |= {f"{theirs}ln_1": f"{ours}pre_self_attention_layer_norm"}
-    norms |= {f"{theirs}ln_2": f"{ours}pre_mlp_layer_norm"}
-    for name, parts in (matrices | {name: (part,) for name, part in bare.items()}).items():
-      kernels = tuple(f"{ours}{part}/kernel" for part in parts)
-      table.append(WeightMapping(f"{theirs}{name}.weight", kernels, is_transposed))
-      if name in matrices:
-        biases = tuple(f"{ours}{part}/bias" for part in parts)
-        table.append(WeightMapping(f"{theirs}{name}.bias", biases))
-  for theirs, ours in norms.items():
+  for theirs, ours in _NORMS.items():
     table.append(WeightMapping(f"{theirs}.weight", (f"{ours}/scale",)))
     table.append(WeightMapping(f"{theirs}.bias", (f"{ours}/bias",)))
+  matrices = _MATRICES[family] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
+  for name, parts in matrices.items():
+    kernels, biases = (tuple(f"{_LAYER}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
+    table.append(WeightMapping(f"h.{{n}}.{name}.weight", kernels, is_neo))
+    if not (is_neo and parts[0].endswith(_HEADS)):
+      table.append(WeightMapping(f"h.{{n}}.{name}.bias", biases))
   return table
 
 
 def _unsupported_biases(family: str, layers: int) -> list[str]:
   """Returns our names of the biases that the family lacks; they must be zero in such a model."""
-  parts = FAMILIES[family].matrices_without_bias.values()
-  return [f"target/decoder/layers_{n}/{part}/bias" for n in range(layers) for part in parts]
+  heads = _HEADS if family == "gpt_neo" else ()
+  names = [f"{_LAYER}/self_attention/{head}/bias" for head in heads]
+  return [name.format(n=n) for n in range(layers) for name in names]
 
 
 def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
@@ -157,12 +129,11 @@ def network_settings(
       f"{reprlib.repr(heads)}"
     )
   activation = str(config.get("activation_function", "gelu_new"))
-  keeps_ids = bool(config.get(PADDING_IS_TOKEN_0))
   return {
     **found,
     "num_heads": heads,
     "head_dim": found["emb_dim"] // heads,
-    "mlp_activations": (flax_name("activation_function", activation),),
+    "mlp_activations": (name_tables.our_activation("activation_function", activation),),
     "logits_via_embedding": True,
     "positions": "learned",
     "norm": "layer",
@@ -171,9 +142,14 @@ def network_settings(
     "scale_queries": not is_neo,
     "float32_attention_logits": is_neo,
     "divide_tied_logits": False,
-    "padding_never_follows": not keeps_ids,
+    "padding_never_follows": not config.get(PADDING_IS_TOKEN_0),
     "local_attention_window": _local_attention_window(config),
   }
+
+
+def _layer_kinds(layers: int) -> list[str]:
+  """Returns the kinds of attention of GPT-Neo's layers, which alternate."""
+  return [("global", "local")[layer % 2] for layer in range(layers)]
 
 
 def _local_attention_window(config: Mapping[str, Any]) -> int | None:
@@ -185,7 +161,7 @@ def _local_attention_window(config: Mapping[str, Any]) -> int | None:
     kinds = ["unknown"]
   if kinds in ([], ["global"] * layers):
     return None
-  if kinds != [("global", "local")[layer % 2] for layer in range(layers)]:
+  if kinds != _layer_kinds(layers):
     raise ValueError(
       f"attention_types must alternate between 'global' and 'local', beginning with 'global', for "
       f"{layers} layers, got {reprlib.repr(types)}"
@@ -208,18 +184,15 @@ def read_arrays(
   """
   family, weights = config["model_type"], dict(weights)
   head = weights.pop("lm_head.weight", None)
-  if head is not None and not weight_mapping.are_equal(head, weights.get("wte.weight", head)):
+  if head is not None and not name_tables.are_equal(head, weights.get("wte.weight", head)):
     raise ValueError("lm_head.weight must equal wte.weight: this project's GPTs have tied tables")
-  layers = count_layers(weights, r"h\.")
-  table = _weight_table(family, layers)
-  arrays = weight_mapping.from_transformers(weights, table, family)
-  weight_mapping.check_complete(weights, table, family)
+  arrays = name_tables.from_transformers(weights, _weight_table(family), family)
   if not config.get(PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  for name in _unsupported_biases(family, layers):
+  for name in _unsupported_biases(family, count_layers(arrays, "target/decoder/layers_")):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
     arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
@@ -235,19 +208,14 @@ def start_token(config: Mapping[str, Any]) -> int:
 
 
 def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
-  """Checks that weights in the plain tree are those of a GPT.
-
-  Raises:
-    ValueError: they are not; the message contains all reasons.
-  """
-  reasons = [reason for name, reason in _REQUIRED.items() if name not in arrays]
-  for pattern, reason in _UNSUPPORTED.items():
-    if any(re.search(pattern, name) for name in arrays):
-      reasons.append(reason)
-  if reasons:
+  """Raises ValueError unless weights in the plain tree are those of a GPT."""
+  layers = range(count_layers(arrays, "target/decoder/layers_"))
+  names = {x.format(n=n) for row in _weight_table("gpt2") for x in row.ours for n in layers}
+  if differing := names ^ arrays.keys():
     raise ValueError(
-      "decoders are written for Transformers as GPT-2 or GPT-Neo, but this one is neither: it has "
-      f"{'; '.join(reasons)}{_OTHER_LAYOUTS}"
+      "decoders are written for Transformers as GPT-2 or GPT-Neo, which have learned positions, layer "
+      "norms, biases, one activation, and the embedding table as their output layer. This one differs "
+      f"in {name_tables.list_names(differing)}{_OTHER_LAYOUTS}"
     )
 
 
@@ -265,7 +233,7 @@ def make_config(
   source_config: Mapping[str, Any],
   ids_are_shifted: bool,
 ) -> dict[str, Any]:
-  """Returns the content of config.json for weights in the plain tree.
+  """Returns the entries of config.json that are the family's, for weights in the plain tree.
 
   Args:
     arrays: the weights by our names.
@@ -278,22 +246,16 @@ def make_config(
     ValueError: the family does not support the config, or the config does not match these weights.
   """
   _check_network(arrays, network, family)
-  dtype = arrays[EMBEDDING].dtype.name
   kept = source_config if source_config.get("model_type") == family else {}
   not_kept = ("_name_or_path", PADDING_IS_TOKEN_0)
   return {
     **{key: value for key, value in kept.items() if key not in not_kept},
-    **{entry: getattr(network, field) for entry, field in FAMILIES[family].sizes.items()},
+    **{entry: getattr(network, field) for entry, field in SIZES[family].items()},
     **(_attention_types(network) if family == "gpt_neo" else {}),
     **_vocabulary_entries(arrays[EMBEDDING], ids_are_shifted, source_config),
-    "architectures": [FAMILIES[family].architecture],
-    "model_type": family,
-    "activation_function": transformers_name(network.mlp_activations[0]),
+    "activation_function": name_tables.their_activation(network.mlp_activations[0]),
     "layer_norm_epsilon": network.norm_epsilon,
     "tie_word_embeddings": True,
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    "transformers_version": "5.0.0",
   }
 
 
@@ -310,16 +272,13 @@ def _check_network(
     )
   elif family == "gpt2" and window is not None:
     reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
+  elif any(np.any(arrays[x].get()) for x in _unsupported_biases(family, network.num_layers)):
+    reason = "the biases of queries, keys and values must be zero, but they are not" + (
+      "" if window else "; --model-type gpt2 supports them"
+    )
   if reason:
     raise ValueError(
       f"this model cannot be written as Transformers' {family}: {reason}{_OTHER_LAYOUTS}"
-    )
-  names = _unsupported_biases(family, network.num_layers)
-  if present := [name for name in names if np.any(arrays[name].get())]:
-    advice = _OTHER_LAYOUTS if window else ". --model-type gpt2 has them"
-    raise ValueError(
-      "Transformers' gpt_neo has no biases for queries, keys and values, so they must be zero, but "
-      f"{len(present)} of {len(names)} are not ({present[0]}, ...){advice}"
     )
 
 
@@ -327,11 +286,10 @@ def _attention_types(config: TransformerConfig) -> dict[str, Any]:
   layers, window = config.num_layers, config.local_attention_window
   if window is None:
     return {"attention_types": [[["global"], layers]], "attention_layers": ["global"] * layers}
-  kinds = ["global", "local"]
-  groups: list[Any] = [[kinds, layers // 2]] if layers > 1 else []
+  groups: list[Any] = [[["global", "local"], layers // 2]] if layers > 1 else []
   groups += [[["global"], 1]] if layers % 2 else []
-  by_layer = [kinds[layer % 2] for layer in range(layers)]
-  return {"attention_types": groups, "attention_layers": by_layer, "window_size": window}
+  kinds = _layer_kinds(layers)
+  return {"attention_types": groups, "attention_layers": kinds, "window_size": window}
 
 
 def _vocabulary_entries(
@@ -367,7 +325,7 @@ def make_weights(
 ) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree.
 
-  `their_config` is the config.json that `make_config` returned.
+  `their_config` is the content of config.json.
   """
   family = their_config["model_type"]
   dropped = _unsupported_biases(family, network.num_layers)
@@ -380,7 +338,7 @@ def make_weights(
       # Row 0 is no longer a copy of another token's row, so it becomes the last one.
       parts.append(lazy_arrays.slice_axis(table_VD, 0, 0, 1))
     kept[EMBEDDING] = lazy_arrays.concatenate(parts, 0)
-  theirs = weight_mapping.to_transformers(kept, _weight_table(family, network.num_layers), family)
+  theirs = name_tables.to_transformers(kept, _weight_table(family), family)
   return {f"transformer.{name}": array for name, array in theirs.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
-from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt
+from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.reading import read_arrays
 
@@ -86,7 +86,7 @@ def _differing_settings(settings: Mapping[str, Any], network: Any) -> Iterator[s
 
 def _differing_end(config: Mapping[str, Any], model: Any, vocabulary_size: int) -> Iterator[str]:
   expected, given = config.get("eos_token_id"), model.output_vocabulary.eos_id
-  is_shifted = folder.is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+  is_shifted = folder.has_shifted_ids(config)
   ends = [x for x in (expected if isinstance(expected, list) else [expected]) if x is not None]
   ends = [end + is_shifted for end in ends if end + is_shifted < vocabulary_size]
   if ends and given is not None and given not in ends:

@@ -1,4 +1,7 @@
-"""Reads and writes the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch."""
+"""Reads and writes the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch.
+
+In a Switch Transformer, feed-forward blocks are called `mlp`, and each expert has weights of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ from rosetta_t5.checkpoints.arrays.t5_names import (
   NORMS,
   rename_shared_biases,
 )
-from rosetta_t5.checkpoints.formats.hugging_face import switch, weight_mapping
-from rosetta_t5.checkpoints.formats.hugging_face.activations import flax_name, transformers_name
-from rosetta_t5.checkpoints.formats.hugging_face.weight_mapping import WeightMapping, count_layers
+from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import WeightMapping, count_layers
+from rosetta_t5.networks.expert_settings import ExpertSettings
 from rosetta_t5.networks.t5_config import T5Config
 
+_SWITCH = "switch_transformers"
 # {model_type: the beginning of its classes' names}
-FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", switch.FAMILY: "SwitchTransformers"}
+FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
+# Entries of config.json with the only value that the networks support, which is the default.
+FIXED = {"router_bias": False}
 # {entry of config.json: (field of T5Config, the default of both)}. The weights show the others.
 SETTINGS: dict[str, tuple[str, Any]] = {
   "relative_attention_max_distance": ("max_distance", 128),
@@ -42,22 +48,57 @@ SIZES = {
 IGNORED = re.compile(
   r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 )
-
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
 _OWN_TABLES = {side: f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")}
-_BLOCKS = {
+_ATTENTIONS = {
   "encoder": {"0.SelfAttention": "attention"},
   "decoder": {
     "0.SelfAttention": "self_attention",
     "1.EncDecAttention": "encoder_decoder_attention",
   },
 }
-# Weights that only some of the models have.
-_OPTIONAL = re.compile(r"lm_head|relative_attention_bias|DenseReluDense\.wi|final_layer_norm")
 # Entries of a source's config.json that a conversion does not keep.
 _NOT_KEPT = ("_name_or_path", "scale_decoder_outputs")
 _MT5_VOCABULARY = 250112
 _SHARED_BIAS = re.compile(r"target/(encoder|decoder)/relpos_bias/")
+_EXPERTS = "/mlp/expert/"
+_EXPERT_CAPACITY = 64  # the default of Transformers
+
+
+def _weight_table(family: str) -> list[WeightMapping]:
+  """Returns every weight that a model of a family may have, in the plain tree.
+
+  A relative bias that all layers share belongs to layer 0.
+  """
+  mlp = "mlp" if family == _SWITCH else "DenseReluDense"
+  table = [
+    WeightMapping(_SHARED, (EMBEDDING,)),
+    WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
+  ]
+  for side, norms in NORMS.items():
+    norm = (f"target/{side}/{side}_norm/scale",)
+    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm, is_required=False))
+    theirs, ours = f"{side}.block.{{n}}.layer", f"target/{side}/layers_{{n}}"
+    for number, name in enumerate(norms):
+      scales = (f"{ours}/{name}/scale",)
+      table.append(WeightMapping(f"{theirs}.{number}.layer_norm.weight", scales))
+    required = {
+      f"{their_block}.{letter}": f"{our_block}/{name}/kernel"
+      for their_block, our_block in _ATTENTIONS[side].items()
+      for letter, name in ATTENTION_MATRICES.items()
+    }
+    last = f"{len(norms) - 1}.{mlp}"
+    optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1", "wo")}
+    optional["0.SelfAttention.relative_attention_bias"] = "relpos_bias/rel_embedding"
+    if family == _SWITCH:
+      optional[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
+      for name in ("wi", "wo"):
+        optional[f"{last}.experts.expert_{{e}}.{name}"] = f"mlp/expert/{name}/kernel"
+    table += [
+      WeightMapping(f"{theirs}.{name}.weight", (f"{ours}/{parameter}",), True, name in required)
+      for name, parameter in (required | optional).items()
+    ]
+  return table
 
 
 def read_arrays(
@@ -72,19 +113,30 @@ def read_arrays(
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
-  weights = _share_table(weights)
-  experts: dict[str, StoredArray] = {}
-  if config["model_type"] == switch.FAMILY:
-    weights, experts = switch.split_weights(weights, config)
-  layers = [count_layers(weights, rf"{side}\.block\.") for side in NORMS]
-  table = _weight_table(*layers)
-  arrays = weight_mapping.from_transformers(weights, table, "T5X's T5")
-  required = [x for x in table if not _OPTIONAL.search(x.theirs)]
-  # Layers with experts have no block of their own.
-  required = [x for x in required if x.ours[0].replace("/mlp/", "/mlp/expert/") not in experts]
-  weight_mapping.check_complete(weights, required, "T5")
-  arrays = rename_shared_biases(arrays) | experts
-  return _with_head(arrays, config) if layers[1] else arrays
+  table = _weight_table(config["model_type"])
+  arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
+  _check_feed_forward_blocks(arrays)
+  arrays = rename_shared_biases(arrays)
+  return _with_head(arrays, config) if _count_layers(arrays)["decoder"] else arrays
+
+
+def _count_layers(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
+  return {side: count_layers(arrays, f"target/{side}/layers_") for side in NORMS}
+
+
+def _check_feed_forward_blocks(arrays: Mapping[str, StoredArray]) -> None:
+  """Raises ValueError unless each layer has one feed-forward block, or as many experts as its router has."""
+  for side, layers in _count_layers(arrays).items():
+    for mlp in (f"target/{side}/layers_{layer}/mlp" for layer in range(layers)):
+      router = arrays.get(f"{mlp}/router/router_weights/w/kernel")
+      names = [f"{mlp}/wo/kernel"]
+      if router is not None:
+        names = [f"{mlp}/expert/{name}/kernel" for name in ("wi", "wo")]
+      if missing := [name for name in names if name not in arrays]:
+        raise ValueError(f"the folder lacks the weights of {missing[0]}")
+      if router is not None and any(arrays[x].shape[0] != router.shape[1] for x in names):
+        shapes = [arrays[name].shape for name in names]
+        raise ValueError(f"{mlp} must have {router.shape[1]} experts, as its router, got {shapes}")
 
 
 def _share_table(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
@@ -95,47 +147,18 @@ def _share_table(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   if not stored:
     raise ValueError(f"the embedding table ({_SHARED}) is missing: the folder is incomplete")
   tables = [weights.get(name, stored[0]) for name in _OWN_TABLES.values()]
-  if not weight_mapping.are_equal(*tables):
+  if not name_tables.are_equal(*tables):
     raise ValueError(
       f"encoder and decoder must share the embedding table, but {' and '.join(_OWN_TABLES.values())} differ"
     )
   return {**rest, _SHARED: tables[0]}
 
 
-def _weight_table(encoder_layers: int, decoder_layers: int) -> list[WeightMapping]:
-  """Returns every weight that a model of the T5 family may have, in the plain tree.
-
-  Each layer has an entry for a relative bias; a bias that all layers share belongs to layer 0.
-  """
-  table = [WeightMapping(_SHARED, (EMBEDDING,)), WeightMapping(_HEAD, (HEAD,), is_transposed=True)]
-  for side, layers in (("encoder", encoder_layers), ("decoder", decoder_layers)):
-    norm = (f"target/{side}/{side}_norm/scale",)
-    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm))
-    for layer in range(layers):
-      table += _layer_table(side, layer)
-  return table
-
-
-def _layer_table(side: str, layer: int) -> list[WeightMapping]:
-  theirs, ours = f"{side}.block.{layer}.layer", f"target/{side}/layers_{layer}"
-  scales = {f"{number}.layer_norm": f"{norm}/scale" for number, norm in enumerate(NORMS[side])}
-  matrices = {"0.SelfAttention.relative_attention_bias": "relpos_bias/rel_embedding"}
-  for their_block, our_block in _BLOCKS[side].items():
-    for letter, name in ATTENTION_MATRICES.items():
-      matrices[f"{their_block}.{letter}"] = f"{our_block}/{name}/kernel"
-  mlp = f"{len(NORMS[side]) - 1}.DenseReluDense"
-  matrices |= {f"{mlp}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1", "wo")}
-  return [
-    WeightMapping(f"{theirs}.{their_name}.weight", (f"{ours}/{our_name}",), their_name in matrices)
-    for their_name, our_name in (scales | matrices).items()
-  ]
-
-
 def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dict[str, StoredArray]:
   """Returns the arrays, with an output layer if the model does not compute logits as T5 1.0 does."""
   embedding = arrays[EMBEDDING]
   head = arrays.pop(HEAD, None)
-  if head is not None and weight_mapping.are_equal(transpose(head), embedding):
+  if head is not None and name_tables.are_equal(transpose(head), embedding):
     head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
   if not _scales_logits(config):
     arrays[HEAD] = transpose(embedding) if head is None else head
@@ -167,7 +190,7 @@ def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
   if not biases:
     raise ValueError("the model must have a relative bias, as T5 has, got none")
   heads, buckets = biases[0].shape
-  layers = [count_layers(arrays, rf"target/{side}/layers_") for side in ("encoder", "decoder")]
+  layers = _count_layers(arrays)
   _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
   return {
     "vocab_size": vocabulary,
@@ -176,8 +199,8 @@ def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
     # Layer 0 may have experts, whose number is then the first dimension.
     "mlp_dim": next(x.shape[-2] for name, x in arrays.items() if name.endswith("/wo/kernel")),
     "num_heads": heads,
-    "num_encoder_layers": layers[0],
-    "num_decoder_layers": layers[1],
+    "num_encoder_layers": layers["encoder"],
+    "num_decoder_layers": layers["decoder"],
     "num_buckets": buckets,
   }
 
@@ -202,22 +225,57 @@ def network_settings(
     "logits_via_embedding": HEAD not in arrays,
     "decoder_start_token_id": padding if start is None else start,
   }
-  return {**sizes(arrays), **settings, **switch.network_settings(config, arrays)}
+  if layers := _expert_layers(arrays):
+    settings |= {
+      "num_experts": _count_experts(arrays),
+      "expert_layer_offset": max(start for start, _ in layers.values()),
+      "expert_layer_period": layers["encoder"][1],
+      "decoder_expert_layer_period": layers["decoder"][1] if "decoder" in layers else None,
+      "expert_capacity": config.get("expert_capacity", _EXPERT_CAPACITY),
+      "route_padding": not config.get("router_ignore_padding_tokens"),
+    }
+  return {**sizes(arrays), **settings}
 
 
 def _read_activations(
   config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
 ) -> tuple[str, ...]:
   is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
-  entry = "dense_act_fn" if config.get("model_type") == switch.FAMILY else "feed_forward_proj"
+  entry = "dense_act_fn" if config.get("model_type") == _SWITCH else "feed_forward_proj"
   value = str(config.get(entry, "gated-gelu" if is_gated else "relu"))
   name = value.removeprefix("gated-")
   if (name != value) != is_gated:
     expected = "gated, such as 'gated-gelu'," if is_gated else "not gated, such as 'relu',"
     raise ValueError(f"{entry} must be {expected} as the weights are, got {value!r}")
   # Transformers' 'gated-gelu' is the approximation by tanh, and its 'gelu' is not.
-  activation = "gelu" if value == "gated-gelu" else flax_name(entry, name)
+  activation = "gelu" if value == "gated-gelu" else name_tables.our_activation(entry, name)
   return (activation, "linear") if is_gated else (activation,)
+
+
+def _count_experts(arrays: Mapping[str, StoredArray]) -> int:
+  return next((x.shape[0] for name, x in arrays.items() if _EXPERTS in name), 0)
+
+
+def _expert_layers(arrays: Mapping[str, StoredArray]) -> dict[str, tuple[int, int]]:
+  """Returns {stack: (the first layer that has experts, the distance between two)}; {} without experts.
+
+  Raises:
+    ValueError: Transformers cannot have experts in these layers.
+  """
+  result: dict[str, tuple[int, int]] = {}
+  if not _count_experts(arrays):
+    return result
+  for side, layers in _count_layers(arrays).items():
+    found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
+    step = layers // len(found) if found else layers
+    if layers and (not found or found != list(range(1 % step, layers, step))):
+      raise ValueError(
+        f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
+        f"{layers} layers have them in {found}"
+      )
+    if layers:
+      result[side] = (found[0], step)
+  return result
 
 
 def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, Any]) -> str:
@@ -227,13 +285,18 @@ def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, A
     arrays: the weights by T5X's names.
     source_config: the config.json that the model came with, which decides between T5 and mT5; or {}.
   """
-  if switch.has_experts(arrays):
-    return switch.FAMILY
-  if any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays):
+  if _count_experts(arrays):
+    return _SWITCH
+  if has_own_biases(arrays):
     return "umt5"
   default = "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
   source = source_config.get("model_type")
   return source if source in ("t5", "mt5") else default
+
+
+def has_own_biases(arrays: Mapping[str, StoredArray]) -> bool:
+  """Returns whether each layer has a relative bias of its own, as in UMT5 and T5X's scalable T5."""
+  return any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays)
 
 
 def make_config(
@@ -242,7 +305,7 @@ def make_config(
   family: str,
   source_config: Mapping[str, Any],
 ) -> dict[str, Any]:
-  """Returns the content of config.json for weights in T5X's plain tree.
+  """Returns the entries of config.json that are the family's, for weights in T5X's plain tree.
 
   Args:
     arrays: the weights by T5X's names, with 2-D kernels.
@@ -255,7 +318,6 @@ def make_config(
   """
   found = sizes(arrays)
   has_decoder = found["num_decoder_layers"] > 0
-  dtype = arrays[EMBEDDING].dtype.name
   # Transformers 5 before 5.24 divides the input of every UMT5's head, and saves no entry for it.
   version = str(source_config.get("transformers_version"))
   is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source_config
@@ -266,10 +328,6 @@ def make_config(
     "pad_token_id": 0,
     "eos_token_id": 1,
     **{key: value for key, value in source_config.items() if key not in _NOT_KEPT},
-    "architectures": [
-      FAMILIES[family] + ("ForConditionalGeneration" if has_decoder else "EncoderModel")
-    ],
-    "model_type": family,
     **{entry: found[field] for entry, field in SIZES.items()},
     **({} if has_decoder else {"num_decoder_layers": found["num_encoder_layers"]}),
     **{entry: getattr(network, field) for entry, (field, _) in SETTINGS.items()},
@@ -281,10 +339,7 @@ def make_config(
     # Transformers 5 by the second one.
     "tie_word_embeddings": is_scaled,
     **({"scale_decoder_outputs": is_scaled} if family in ("t5", "umt5") else {}),
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    "transformers_version": "5.0.0",
-    **switch.config_entries(arrays, network),
+    **_expert_entries(arrays, network),
   }
 
 
@@ -296,7 +351,7 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
       "mlp_activations must be one activation for Transformers, or one and 'linear', got "
       f"{activations}"
     )
-  name = transformers_name(activations[0])
+  name = name_tables.their_activation(activations[0])
   projection = f"gated-{name}" if is_gated else name
   return {
     "feed_forward_proj": "gated-gelu" if projection == "gated-gelu_new" else projection,
@@ -305,32 +360,55 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   }
 
 
+def _expert_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) -> dict[str, Any]:
+  """Returns the entries of config.json that describe the experts.
+
+  Raises:
+    ValueError: Transformers does not have the model's routing, or cannot have experts in these layers.
+  """
+  expert_layers, layers = _expert_layers(arrays), _count_layers(arrays)
+  if not expert_layers:
+    return {}
+  if network.router != "switch" or network.normalize_expert_weights:
+    raise ValueError(
+      "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
+      f"{network.router!r} and {network.normalize_expert_weights}"
+    )
+  steps = {f"{side}_sparse_step": step for side, (_, step) in expert_layers.items()}
+  return {
+    **steps,
+    **{f"num_sparse_{side}_layers": layers[side] // x for side, (_, x) in expert_layers.items()},
+    "num_experts": _count_experts(arrays),
+    "expert_capacity": network.expert_capacity or _EXPERT_CAPACITY,
+    "router_bias": False,
+    "router_dtype": "float32",
+    "router_ignore_padding_tokens": not network.route_padding,
+  }
+
+
 def make_weights(
-  arrays: Mapping[str, StoredArray], config: Mapping[str, Any]
+  arrays: Mapping[str, StoredArray], network: T5Config, config: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in T5X's plain tree.
 
   Args:
     arrays: the weights by T5X's names.
-    config: the config.json that `make_config` returned.
+    network: the settings of the network.
+    config: the content of config.json.
 
   Raises:
-    ValueError: Transformers' T5 lacks some of the parameters.
+    ValueError: Transformers' family lacks some of the parameters.
   """
-  family = config["model_type"]
+  family, has_decoder = config["model_type"], network.num_decoder_layers > 0
   # A bias that the layers share belongs to layer 0.
   own = {
     _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
   }
-  own, experts = switch.split_arrays(own)
-  layers = [count_layers(arrays, rf"target/{side}/layers_") for side in NORMS]
-  theirs = weight_mapping.to_transformers(own, _weight_table(*layers), "T5")
-  if family == switch.FAMILY:
-    theirs = switch.rename_mlp(theirs) | experts
+  theirs = name_tables.to_transformers(own, _weight_table(family), FAMILIES[family])
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
-  if family == "mt5" and _HEAD not in theirs and layers[1]:
+  if family == "mt5" and _HEAD not in theirs and has_decoder:
     # Transformers' mT5 never divides, so tied logits need a head of their own.
     theirs[_HEAD] = scale(theirs[_SHARED], 1 / sqrt_d_model)
   return theirs

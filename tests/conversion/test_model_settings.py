@@ -1,14 +1,13 @@
-"""Facts about a model that its weights do not show are read from the config beside them."""
+"""The settings of a model that its weights do not show are read from the config beside them."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 
 import pytest
 
 from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.conversion.model_facts import read_facts
+from rosetta_t5.conversion.model_settings import read_model_settings
 
 GATED = read_arrays(pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/t5_1_1")
 
@@ -23,20 +22,20 @@ GATED = read_arrays(pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/t5
 )
 def test_activations_are_read_from_the_config_of_the_run(tmp_path, binding):
   (tmp_path / "config.gin").write_text(f"T5Config.emb_dim = %WIDTH\n{binding}\nWIDTH = 8\n")
-  facts = read_facts(tmp_path / "checkpoint_1", GATED)
-  assert facts.network.mlp_activations == ("silu", "linear")
-
-
-def test_a_pipe_in_the_place_of_the_config_is_refused(tmp_path):
-  os.mkfifo(tmp_path / "config.gin")
-  with pytest.raises(ValueError, match=r"config\.gin is a pipe"):
-    read_facts(tmp_path / "checkpoint_1", GATED)
+  settings = read_model_settings(tmp_path / "checkpoint_1", GATED)
+  assert settings.network.mlp_activations == ("silu", "linear")
 
 
 def test_activations_are_derived_from_the_weights_where_the_config_has_none(tmp_path):
-  assert read_facts(tmp_path / "checkpoint_1", GATED).network.mlp_activations == ("gelu", "linear")
-  (tmp_path / "config.gin").write_text("network.T5Config.mlp_activations = %ACTIVATIONS\n")
-  assert read_facts(tmp_path / "checkpoint_1", GATED).network.mlp_activations == ("gelu", "linear")
-  assert read_facts(tmp_path / "checkpoint_1", GATED, ("relu",)).network.mlp_activations == (
-    "relu",
+  assert read_model_settings(tmp_path / "checkpoint_1", GATED).network.mlp_activations == (
+    "gelu",
+    "linear",
   )
+  (tmp_path / "config.gin").write_text("network.T5Config.mlp_activations = %ACTIVATIONS\n")
+  assert read_model_settings(tmp_path / "checkpoint_1", GATED).network.mlp_activations == (
+    "gelu",
+    "linear",
+  )
+  assert read_model_settings(
+    tmp_path / "checkpoint_1", GATED, ("relu",)
+  ).network.mlp_activations == ("relu",)

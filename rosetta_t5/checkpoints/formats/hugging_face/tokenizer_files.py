@@ -1,16 +1,25 @@
-"""Converts a SentencePiece model to a tokenizer of the library `tokenizers`, which gives the same ids.
+"""Writes the tokenizer's files that Transformers needs beside a model that was trained here.
 
-Transformers reads such a tokenizer from tokenizer.json. Its tokenizers of GPT-2 and GPT-Neo do not read
-a .model file.
+Our decoders have seen a start token before every text, which Transformers does not add by default, and its
+GPTs do not read SentencePiece's .model files. A SentencePiece model is therefore also written as a
+tokenizer of the library `tokenizers`, which gives the same ids.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any
 
+from etils import epath
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+
+from rosetta_t5.checkpoints.formats.hugging_face.folder import SENTENCEPIECE, is_gpt
+from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
+from rosetta_t5.data.vocabularies.sentencepiece_models import read_padded_model
+from rosetta_t5.files import expect_content, read_json_object
 
 # The classes of protocol buffers are created at run time, so mypy does not know their attributes.
 _proto: Any = sentencepiece_model_pb2
@@ -18,6 +27,108 @@ _TrainerSpec = _proto.TrainerSpec
 _Piece = _proto.ModelProto.SentencePiece
 Model = Any
 _SPACE = "▁"
+_PADDING = 0
+_SENTINELS = 100  # that T5's vocabularies have
+# The name of a start token that is not in vocab.json, because training has made it a token of its own.
+_START = "<|startoftext|>"
+
+
+def complete_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+  """Adds the tokenizer files that a folder still needs.
+
+  For a decoder that was trained with the spiece.model in the folder, all other files are replaced: they
+  are often those of a T5, which add an end token and no start token. For a T5, tokenizer.json is written
+  if Transformers' T5Tokenizer would misread the model.
+
+  Args:
+    root: a folder with GPT-2's vocab.json and merges.txt, with spiece.model, or with neither.
+    config: the content of the model's config.json.
+
+  Returns:
+    The entries of config.json that must change.
+
+  Raises:
+    ValueError: Transformers does not support the SentencePiece model.
+  """
+  file, has_tokenizer = root / SENTENCEPIECE, (root / "tokenizer.json").exists()
+  keeps_ids = bool(config.get(PADDING_IS_TOKEN_0))
+  if file.exists() and not has_tokenizer and not config.get("pad_token_id"):
+    file.write_bytes(read_padded_model(file))
+    if not is_gpt(config):
+      return _write_t5_tokenizer(root, config)
+  if file.exists() and keeps_ids:
+    return _write_sentencepiece(root, starts_texts=True)
+  is_complete = (root / "tokenizer_config.json").exists() or has_tokenizer
+  if (root / "vocab.json").exists() and not is_complete and not keeps_ids:
+    _write_byte_pairs(root, config)
+  return {}
+
+
+def _write_t5_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
+  model = read_model((root / SENTENCEPIECE).read_bytes())
+  if _is_t5s_model(model):
+    return {}
+  pieces = len(model.pieces)
+  has_sentinels = (
+    "extra_id_" in model.pieces[-1].piece or config["vocab_size"] < pieces + _SENTINELS
+  )
+  return _write_sentencepiece(root, sentinels=0 if has_sentinels else _SENTINELS)
+
+
+def _write_sentencepiece(
+  root: epath.Path, starts_texts: bool = False, sentinels: int = 0
+) -> dict[str, Any]:
+  try:
+    model = read_model((root / SENTENCEPIECE).read_bytes())
+    end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
+    around = {"start": _PADDING} if starts_texts else {"end": end}
+    tokenizer = make_tokenizer(model, **around, sentinels=sentinels)
+  except Exception as error:  # tokenizers raises no narrower type
+    raise ValueError(f"{root / SENTENCEPIECE}: {error}") from error
+  for name in ("special_tokens_map.json", "added_tokens.json"):
+    (root / name).unlink(missing_ok=True)
+  tokenizer.save(str(root / "tokenizer.json"), pretty=False)
+  ids = {"pad_token": _PADDING, "eos_token": end}
+  ids |= {"bos_token": _PADDING} if starts_texts else {"unk_token": model.trainer_spec.unk_id}
+  _write_json(
+    root / "tokenizer_config.json",
+    {
+      "tokenizer_class": "PreTrainedTokenizerFast",
+      "clean_up_tokenization_spaces": False,
+      "model_input_names": ["input_ids", "attention_mask"],
+      **{name: model.pieces[id_].piece for name, id_ in ids.items() if id_ is not None},
+    },
+  )
+  return {"eos_token_id": end}
+
+
+def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
+  """Writes the start token; if it is not in vocab.json, generation_config.json suppresses it too."""
+  ids = read_json_object(root / "vocab.json")
+  with expect_content(root / "vocab.json", "the number of each token"):
+    pieces = {id_: piece for piece, id_ in ids.items()}
+  end = pieces.get(config["eos_token_id"])
+  start_id = config.get("bos_token_id", config["eos_token_id"])
+  start = pieces.get(start_id, _START)
+  flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
+  _write_json(
+    root / "tokenizer_config.json",
+    {
+      "tokenizer_class": "GPT2Tokenizer",
+      "bos_token": start,
+      "eos_token": end,
+      "unk_token": end,
+      "add_bos_token": True,
+      "added_tokens_decoder": {str(start_id): {"content": start, "special": True, **flags}},
+    },
+  )
+  if start_id not in (*pieces, config["eos_token_id"]):
+    kept = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
+    _write_json(root / "generation_config.json", {**kept, "suppress_tokens": [start_id]})
+
+
+def _write_json(file: epath.Path, content: Mapping[str, Any]) -> None:
+  file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_model(model: bytes) -> Model:
@@ -71,7 +182,7 @@ def make_tokenizer(
   return tokenizer
 
 
-def is_t5s(model: Model) -> bool:
+def _is_t5s_model(model: Model) -> bool:
   """Returns whether Transformers' T5Tokenizer, which knows only models like T5's, reads a model correctly."""
   trainer, normalizer = model.trainer_spec, model.normalizer_spec
   return (

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint's model that its weights do not show, read from the config beside it."""
+"""The settings of a checkpoint's model that its weights do not show, read from the config beside it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ import dataclasses
 import os
 import pathlib
 import re
-import typing
 from collections.abc import Mapping
 from typing import Any
-
-from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
 from rosetta_t5.checkpoints.formats.hugging_face.source_config import read_source_config
 from rosetta_t5.config import model_file
-from rosetta_t5.config.checks import declared_types
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5_config import T5Config
 
@@ -30,8 +26,8 @@ _SHIFTED_VOCABULARY = re.compile(r"gpt2_vocabulary\b")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelFacts:
-  """Facts about a model that its weights do not show.
+class ModelSettings:
+  """The settings of a model that its weights do not show.
 
   Attributes:
     network: the T5Config or TransformerConfig; None for a decoder without a config beside it, and for models
@@ -41,8 +37,8 @@ class ModelFacts:
   """
 
   network: Any
-  ids_are_shifted: bool = False
-  source_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  ids_are_shifted: bool
+  source_config: Mapping[str, Any]
 
   @property
   def is_gpt(self) -> bool:
@@ -50,13 +46,13 @@ class ModelFacts:
     return isinstance(self.network, TransformerConfig)
 
 
-def read_facts(
+def read_model_settings(
   path: str | os.PathLike[str],
   arrays: Mapping[str, StoredArray],
   activations: tuple[str, ...] | None = None,
   config: str | os.PathLike[str] | None = None,
-) -> ModelFacts:
-  """Returns the facts about a checkpoint's model.
+) -> ModelSettings:
+  """Returns the settings of a checkpoint's model.
 
   Args:
     path: the checkpoint. Its settings are those of the run that wrote it (model.json or config.gin in
@@ -69,38 +65,36 @@ def read_facts(
     ValueError: `config` does not exist, or does not describe such a model.
   """
   plain, source = to_plain_tree(arrays), read_source_config(path)
-  file = epath.Path(config or epath.Path(path).parent / "config.gin")
+  is_gpt = gpt.POSITIONS in plain
+  file = pathlib.Path(config or pathlib.Path(path).parent / "config.gin")
   if config is not None and not file.exists():
     raise ValueError(f"--config {file}: there is no such file")
   text = ""
   if file.suffix == ".json":
     source = folder.read_config(file)
   elif file.exists() and not folder.is_hugging_face(path):
-    text = _read_text(file)
-  is_decoder = gpt.POSITIONS in plain
+    text = file.read_text(encoding="utf-8", errors="replace")
+  settings: dict[str, Any] | None = None if is_gpt else {}
   if text:
-    settings = _run_settings(file, text, "TransformerConfig" if is_decoder else "T5Config")
-    network = _make_network(file, plain, settings)
-    is_shifted = is_decoder and (
-      network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text))
-    )
+    settings = _run_settings(file, text, "TransformerConfig" if is_gpt else "T5Config")
   elif source:
-    network = _make_network(file, plain, folder.network_settings(file, source, plain))
-    is_shifted = is_decoder and not source.get(gpt.PADDING_IS_TOKEN_0)
-  else:
-    network = None if is_decoder else _make_network(file, plain, {})
-    is_shifted = False
-  if activations and network is not None:
-    network = dataclasses.replace(network, mlp_activations=activations)
-  return ModelFacts(network, is_shifted, source)
+    settings = folder.network_settings(file, source, plain)
+  if activations and settings is not None:
+    settings["mlp_activations"] = activations
+  network = None if settings is None else _make_network(file, plain, settings)
+  is_shifted = is_gpt and network is not None and network.padding_never_follows
+  return ModelSettings(network, is_shifted or bool(_SHIFTED_VOCABULARY.search(text)), source)
 
 
-def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:
+def _run_settings(file: pathlib.Path, text: str, name: str) -> dict[str, Any]:
   """Returns the fields of a network's config in the run that has written `file`, a config.gin."""
   described = file.with_name(model_file.NAME)
-  if described.exists() and (found := model_file.read_network_config(pathlib.Path(described))):
+  if described.exists() and (found := model_file.read_network_config(described)):
     return found
-  settings = _read_literals(text, name)
+  settings = {}
+  for field, value in re.findall(_BINDING.format(configurable=name), text, re.MULTILINE):
+    with contextlib.suppress(ValueError, SyntaxError):  # Macros and references are not literals.
+      settings[field] = ast.literal_eval(value)
   if name == "TransformerConfig" and "num_heads" not in settings:
     raise ValueError(
       f"{file} does not bind TransformerConfig.num_heads: set --config to the config.gin of the run "
@@ -110,44 +104,24 @@ def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:
 
 
 def _make_network(
-  file: epath.Path, arrays: Mapping[str, StoredArray], settings: Mapping[str, Any]
+  file: pathlib.Path, arrays: Mapping[str, StoredArray], settings: Mapping[str, Any]
 ) -> Any:
-  """Returns the network's config: the sizes of the arrays, and settings, which must have the fields' types.
+  """Returns the network's config: the settings, but the sizes of the weights, whatever a config says.
 
   None stands for a model that is neither T5 nor GPT.
   """
   is_gpt = gpt.POSITIONS in arrays
   cls: Any = TransformerConfig if is_gpt else T5Config
   try:
-    derived = gpt.sizes(arrays) if is_gpt else t5.network_settings({}, arrays)
+    derived = {} if is_gpt else t5.network_settings({}, arrays)
+    sizes = (gpt if is_gpt else t5).sizes(arrays)
   except (KeyError, ValueError):
     return None
-  types = typing.get_type_hints(cls, include_extras=True)
-  fields = {name: value for name, value in settings.items() if name in types}
-  for name, value in fields.items():
-    if not declared_types.accepts(value, types[name]):
-      raise ValueError(
-        f"{file}: {name} must be {declared_types.describe(types[name])}, got {value!r}"
-      )
-  # The sizes are those of the weights, whatever a config says.
-  values = {**derived, **fields, **(gpt if is_gpt else t5).sizes(arrays)}
-  if "mlp_activations" in values:
+  names = {field.name for field in dataclasses.fields(cls)}
+  values = derived | {name: x for name, x in settings.items() if name in names} | sizes
+  if isinstance(values.get("mlp_activations"), list):
     values["mlp_activations"] = tuple(values["mlp_activations"])
-  return cls(**values)
-
-
-def _read_text(file: epath.Path) -> str:
-  if pathlib.Path(file).is_fifo():
-    raise ValueError(f"{file} is a pipe, not a file")
-  return file.read_bytes().decode("utf-8", errors="replace")
-
-
-def _read_literals(text: str, configurable: str) -> dict[str, Any]:
-  """Returns the literal values that a config.gin binds to the arguments of a configurable."""
-  values = {}
-  pattern = _BINDING.format(configurable=configurable)
-  for name, value in re.findall(pattern, text, re.MULTILINE):
-    # Macros and references are not literals.
-    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-      values[name] = ast.literal_eval(value)
-  return values
+  try:
+    return cls(**values)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{file}: {error}") from error

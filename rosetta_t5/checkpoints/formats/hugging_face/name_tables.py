@@ -1,0 +1,204 @@
+"""Tables of Transformers' names: of weights, which a family lists row by row, and of activations."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+
+_NAMES_SHOWN = 8
+# {Transformers' name: this project's}. Of several with one value, the first is the one that is written.
+_ACTIVATIONS = {
+  "relu": "relu",
+  "gelu_new": "gelu",
+  "gelu_pytorch_tanh": "gelu",
+  "gelu": "exact_gelu",
+  "silu": "silu",
+  "swish": "silu",
+  "tanh": "tanh",
+  "sigmoid": "sigmoid",
+}
+
+
+class WeightMapping(NamedTuple):
+  """One weight of Transformers, in every layer that has it, and the parameters that it holds.
+
+  In the names, {n} stands for the number of a layer and {e} for that of an expert. A parameter holds
+  the weights of all experts of its layer, stacked along the first axis.
+
+  Attributes:
+    theirs: Transformers' name.
+    ours: flat names of our parameters; the weight is several of them joined along the last axis.
+    is_transposed: whether the weight is the transpose of our matrix, as in PyTorch's Linear.
+    is_required: whether every model of the family has the weight, in every layer.
+  """
+
+  theirs: str
+  ours: tuple[str, ...]
+  is_transposed: bool = False
+  is_required: bool = True
+
+
+def count_layers(names: Iterable[str], prefix: str) -> int:
+  """Returns the number of layers: how many numbers, from 0 on, follow `prefix` in `names`.
+
+  Raises:
+    ValueError: a number is missing.
+  """
+  pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\b")
+  layers = {int(match[1]) for name in names if (match := pattern.match(name))}
+  if missing := layers.symmetric_difference(range(len(layers))):
+    raise ValueError(f"the layers must be numbered from 0 on, but layer {min(missing)} is missing")
+  return len(layers)
+
+
+def from_transformers(
+  weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
+) -> dict[str, StoredArray]:
+  """Returns {our name: array} for {Transformers' name: array}; the values are read later.
+
+  Args:
+    weights: the model's weights.
+    table: the weights of the family.
+    family: its name in messages.
+
+  Raises:
+    ValueError: a weight is not in the table, or a required one is missing.
+  """
+  found = _find_rows(
+    weights, {row.theirs: row for row in table}, f"weights that {family} does not have"
+  )
+  _check_complete(weights, table, family)
+  arrays: dict[str, StoredArray] = {}
+  experts: dict[str, dict[int, StoredArray]] = collections.defaultdict(dict)
+  for name, (row, numbers) in found.items():
+    array = lazy_arrays.transpose(weights[name]) if row.is_transposed else weights[name]
+    names = [ours.format(**numbers) for ours in row.ours]
+    size = array.shape[-1] // len(names)
+    if "e" in numbers:
+      experts[names[0]][int(numbers["e"])] = array
+    elif len(names) == 1:
+      arrays[names[0]] = array
+    else:
+      for part, ours in enumerate(names):
+        arrays[ours] = lazy_arrays.slice_axis(array, -1, part * size, (part + 1) * size)
+  for name, parts in experts.items():
+    if parts.keys() != set(range(len(parts))):
+      raise ValueError(f"{name} must have experts numbered from 0 on, got {sorted(parts)}")
+    arrays[name] = lazy_arrays.stack([parts[number] for number in range(len(parts))], 0)
+  return arrays
+
+
+def to_transformers(
+  arrays: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
+) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} for {our name: array}; the values are read later.
+
+  Args:
+    arrays: the model's parameters.
+    table: the weights of the family.
+    family: its name in messages.
+
+  Raises:
+    ValueError: a parameter is not in the table.
+  """
+  rows = {name: row for row in table for name in row.ours}
+  found = _find_rows(arrays, rows, f"parameters that Transformers' {family} cannot hold")
+  weights: dict[str, StoredArray] = {}
+  for name, (row, numbers) in found.items():
+    if name != row.ours[0].format(**numbers):
+      continue  # It is joined with the first of its row.
+    parts = [arrays[ours.format(**numbers)] for ours in row.ours]
+    stored = {row.theirs: parts[0] if len(parts) == 1 else lazy_arrays.concatenate(parts, -1)}
+    if "{e}" in row.theirs:
+      stored = {
+        row.theirs.replace("{e}", str(e)): lazy_arrays.index_axis(parts[0], 0, e)
+        for e in range(parts[0].shape[0])
+      }
+    for theirs, array in stored.items():
+      weight = lazy_arrays.transpose(array) if row.is_transposed else array
+      weights[theirs.format(**numbers)] = weight
+  return weights
+
+
+def _find_rows(
+  names: Iterable[str], rows: Mapping[str, WeightMapping], unknown: str
+) -> dict[str, tuple[WeightMapping, dict[str, str]]]:
+  """Returns {name: (its row, the numbers in it)} for {template: row}.
+
+  Raises:
+    ValueError: no template fits a name; `unknown` says what such names are.
+  """
+  patterns = [
+    (re.compile(re.sub(r"\\\{(\w)\\\}", r"(?P<\1>\\d{1,9})", re.escape(template))), row)
+    for template, row in rows.items()
+  ]
+  found = {
+    name: (row, match.groupdict())
+    for name in names
+    for pattern, row in patterns
+    if (match := pattern.fullmatch(name))
+  }
+  if others := [name for name in names if name not in found]:
+    raise ValueError(f"{unknown}: {list_names(others)}")
+  return found
+
+
+def _check_complete(
+  weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
+) -> None:
+  required = []
+  for row in filter(lambda row: row.is_required, table):
+    prefix, number, _ = row.theirs.partition("{n}")
+    layers = count_layers(weights, prefix) if number else 1
+    required += [row.theirs.format(n=n) for n in range(layers)]
+  if missing := [name for name in required if name not in weights]:
+    raise ValueError(
+      f"the folder lacks {len(missing)} of the {len(required)} weights of its {family}: "
+      f"{', '.join(missing[:_NAMES_SHOWN])}"
+    )
+
+
+def list_names(names: Iterable[str]) -> str:
+  """Returns the first names, and how many more there are."""
+  in_order = sorted(names)
+  more = len(in_order) - _NAMES_SHOWN
+  return ", ".join(in_order[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def are_equal(a: StoredArray, b: StoredArray) -> bool:
+  """Compares two matrices in parts, so that tables of gigabytes are never in memory as a whole."""
+  if a is b:
+    return True
+  return a.shape == b.shape and all(np.array_equal(a.read(p), b.read(p)) for p in a.parts())
+
+
+def our_activation(entry: str, name: str) -> str:
+  """Returns this project's name of the activation in an entry of config.json.
+
+  Raises:
+    ValueError: this project does not have it.
+  """
+  if name not in _ACTIVATIONS:
+    known = ", ".join(_ACTIVATIONS)
+    raise ValueError(f"{entry} must name one of the activations {known}, got {name!r}")
+  return _ACTIVATIONS[name]
+
+
+def their_activation(name: str) -> str:
+  """Returns Transformers' name of one of this project's activations.
+
+  Raises:
+    ValueError: Transformers does not have it.
+  """
+  theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())} | {"swish": "silu"}
+  if name not in theirs:
+    known = ", ".join(dict.fromkeys(_ACTIVATIONS.values()))
+    raise ValueError(f"the activation must be one of {known} for Transformers, got {name!r}")
+  return theirs[name]
