@@ -20,7 +20,6 @@ from rosetta_t5.checkpoints.arrays.t5_names import (
 )
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import WeightMapping, count_layers
-from rosetta_t5.networks.expert_settings import ExpertSettings
 from rosetta_t5.networks.t5_config import T5Config
 
 _SWITCH = "switch_transformers"
@@ -60,8 +59,6 @@ _ATTENTIONS = {
 # Entries of a source's config.json that a conversion does not keep.
 _NOT_KEPT = ("_name_or_path", "scale_decoder_outputs")
 _MT5_VOCABULARY = 250112
-_SHARED_BIAS = re.compile(r"target/(encoder|decoder)/relpos_bias/")
-_EXPERTS = "/mlp/expert/"
 _EXPERT_CAPACITY = 64  # the default of Transformers
 
 
@@ -253,7 +250,7 @@ def _read_activations(
 
 
 def _count_experts(arrays: Mapping[str, StoredArray]) -> int:
-  return next((x.shape[0] for name, x in arrays.items() if _EXPERTS in name), 0)
+  return next((x.shape[0] for name, x in arrays.items() if "/mlp/expert/" in name), 0)
 
 
 def _expert_layers(arrays: Mapping[str, StoredArray]) -> dict[str, tuple[int, int]]:
@@ -314,10 +311,9 @@ def make_config(
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
 
   Raises:
-    ValueError: Transformers has no name for the activations, or cannot have experts in these layers.
+    ValueError: Transformers has no name for the activations, or not the model's experts.
   """
-  found = sizes(arrays)
-  has_decoder = found["num_decoder_layers"] > 0
+  has_decoder = network.num_decoder_layers > 0
   # Transformers 5 before 5.24 divides the input of every UMT5's head, and saves no entry for it.
   version = str(source_config.get("transformers_version"))
   is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source_config
@@ -328,8 +324,8 @@ def make_config(
     "pad_token_id": 0,
     "eos_token_id": 1,
     **{key: value for key, value in source_config.items() if key not in _NOT_KEPT},
-    **{entry: found[field] for entry, field in SIZES.items()},
-    **({} if has_decoder else {"num_decoder_layers": found["num_encoder_layers"]}),
+    **{entry: getattr(network, field) for entry, field in SIZES.items()},
+    **({} if has_decoder else {"num_decoder_layers": network.num_encoder_layers}),
     **{entry: getattr(network, field) for entry, (field, _) in SETTINGS.items()},
     **_activation_entries(tuple(network.mlp_activations)),
     "decoder_start_token_id": network.decoder_start_token_id,
@@ -360,23 +356,18 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   }
 
 
-def _expert_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) -> dict[str, Any]:
-  """Returns the entries of config.json that describe the experts.
-
-  Raises:
-    ValueError: Transformers does not have the model's routing, or cannot have experts in these layers.
-  """
-  expert_layers, layers = _expert_layers(arrays), _count_layers(arrays)
-  if not expert_layers:
+def _expert_entries(arrays: Mapping[str, StoredArray], network: T5Config) -> dict[str, Any]:
+  """Returns the entries of config.json that describe the experts."""
+  if not (expert_layers := _expert_layers(arrays)):
     return {}
+  layers = _count_layers(arrays)
   if network.router != "switch" or network.normalize_expert_weights:
     raise ValueError(
       "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
       f"{network.router!r} and {network.normalize_expert_weights}"
     )
-  steps = {f"{side}_sparse_step": step for side, (_, step) in expert_layers.items()}
   return {
-    **steps,
+    **{f"{side}_sparse_step": step for side, (_, step) in expert_layers.items()},
     **{f"num_sparse_{side}_layers": layers[side] // x for side, (_, x) in expert_layers.items()},
     "num_experts": _count_experts(arrays),
     "expert_capacity": network.expert_capacity or _EXPERT_CAPACITY,
@@ -389,12 +380,7 @@ def _expert_entries(arrays: Mapping[str, StoredArray], network: ExpertSettings) 
 def make_weights(
   arrays: Mapping[str, StoredArray], network: T5Config, config: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
-  """Returns {Transformers' name: array} for weights in T5X's plain tree.
-
-  Args:
-    arrays: the weights by T5X's names.
-    network: the settings of the network.
-    config: the content of config.json.
+  """Returns {Transformers' name: array} for weights in T5X's plain tree and their config.json.
 
   Raises:
     ValueError: Transformers' family lacks some of the parameters.
@@ -402,7 +388,8 @@ def make_weights(
   family, has_decoder = config["model_type"], network.num_decoder_layers > 0
   # A bias that the layers share belongs to layer 0.
   own = {
-    _SHARED_BIAS.sub(r"target/\1/layers_0/relpos_bias/", name): x for name, x in arrays.items()
+    n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
+    for n, x in arrays.items()
   }
   theirs = name_tables.to_transformers(own, _weight_table(family), FAMILIES[family])
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])

@@ -106,11 +106,8 @@ def _read_safetensors(path: epath.Path) -> dict[str, StoredArray]:
 
 def _read_part(path: epath.Path, name: str, index: Index) -> np.ndarray:
   # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
-  try:
-    with safe_open(path, "numpy") as file:
-      return np.asarray(file.get_slice(name)[index or ...])
-  except (SafetensorError, OSError) as error:
-    raise ValueError(f"{name} in {path} cannot be read: {error}") from error
+  with safe_open(path, "numpy") as file:
+    return np.asarray(file.get_slice(name)[index or ...])
 
 
 def _read_torch(path: epath.Path) -> dict[str, StoredArray]:
