@@ -182,7 +182,6 @@ def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
   Raises:
     ValueError: the model has no relative bias, or not two stacks.
   """
-  vocabulary, width = arrays[EMBEDDING].shape
   biases = [array for name, array in arrays.items() if name.endswith("rel_embedding")]
   if not biases:
     raise ValueError("the model must have a relative bias, as T5 has, got none")
@@ -190,8 +189,8 @@ def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
   layers = _count_layers(arrays)
   _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
   return {
-    "vocab_size": vocabulary,
-    "emb_dim": width,
+    "vocab_size": arrays[EMBEDDING].shape[0],
+    "emb_dim": arrays[EMBEDDING].shape[1],
     "head_dim": heads_width // heads,
     # Layer 0 may have experts, whose number is then the first dimension.
     "mlp_dim": next(x.shape[-2] for name, x in arrays.items() if name.endswith("/wo/kernel")),
@@ -214,10 +213,9 @@ def network_settings(
   Raises:
     ValueError: config.json names an activation that this project does not have.
   """
-  settings = {field: config.get(entry, value) for entry, (field, value) in SETTINGS.items()}
   padding = config.get("pad_token_id") or 0
   start = config.get("decoder_start_token_id")
-  settings |= {
+  settings = {field: config.get(entry, value) for entry, (field, value) in SETTINGS.items()} | {
     "mlp_activations": _read_activations(config, arrays),
     "logits_via_embedding": HEAD not in arrays,
     "decoder_start_token_id": padding if start is None else start,
@@ -292,7 +290,7 @@ def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, A
 
 
 def has_own_biases(arrays: Mapping[str, StoredArray]) -> bool:
-  """Returns whether each layer has a relative bias of its own, as in UMT5 and T5X's scalable T5."""
+  """Returns whether each layer has a relative bias of its own, as in UMT5."""
   return any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays)
 
 
