@@ -13,7 +13,7 @@ import numpy as np
 from clu.data import dataset_iterator
 from etils import epath
 
-from rosetta_t5.data.reading.file_facts import digest_of
+from rosetta_t5.data.reading.files import digest_of
 
 
 class StepIndexedIterator(dataset_iterator.DatasetIterator):

@@ -17,16 +17,14 @@ from clu.data import dataset_iterator
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
-from rosetta_t5.data.reading.file_facts import (
-  Differences,
-  Facts,
-  compare_files,
-  digest_of,
-  file_facts,
-)
+from rosetta_t5.data.reading.files import compare_files, describe_files, digest_of
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
 from rosetta_t5.distributed.preflight import check_same
+
+Facts = dict[str, Any]
+# Descriptions of the changes that make a position invalid, and of those that do not.
+Differences = tuple[list[str], list[str]]
 
 _TIMEOUT_S = 1800.0  # of a process that waits for another one
 _EXAMPLES_READ = 256  # from a source without files
@@ -88,7 +86,7 @@ def facts_of_tasks(cfg: DatasetConfig) -> Facts | str:
     provider = find_task_or_mixture(cfg)
   except ValueError:
     return cfg.name
-  read_files = functools.cache(file_facts)  # UL2's seven tasks read the same files.
+  read_files = functools.cache(describe_files)  # UL2's seven tasks read the same files.
   facts = {}
   for number, task in enumerate(subtasks_with_split(cfg, provider)):
     # Tasks of `file_task` have these arguments, and names that may be derived from the files' paths.

@@ -24,10 +24,9 @@ from rosetta_t5.data.pipeline.batch_checks import (
   token_limit,
 )
 from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
-from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
+from rosetta_t5.data.pipeline.data_facts import Facts, compare_facts, data_facts
 from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
 from rosetta_t5.data.reading import BadExamples
-from rosetta_t5.data.reading.file_facts import Facts
 from rosetta_t5.telemetry import console
 
 if TYPE_CHECKING:

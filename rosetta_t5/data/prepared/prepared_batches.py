@@ -25,7 +25,7 @@ from rosetta_t5.data.prepared.batch_objectives import Objective
 from rosetta_t5.data.prepared.corruption import random_keys
 from rosetta_t5.data.prepared.example_order import ProportionalMixture, RateMixture, Segments
 from rosetta_t5.data.prepared.token_stream import DamagedRecordError
-from rosetta_t5.data.reading.file_facts import digest_of, listing
+from rosetta_t5.data.reading.files import digest_of, list_files
 
 HostBatch = dict[str, np.ndarray]
 
@@ -89,7 +89,7 @@ class Batches:
     paths = [os.path.abspath(path) for path in streams]
     sizes, digests = ([s.size for s in streams.values()], [s.digest for s in streams.values()])
     return {
-      "folders": listing(paths, sizes, digests, is_movable=True),
+      "folders": list_files(paths, sizes, digests, is_movable=True),
       "shares": list(map(str, self.mixture.shares)),
       "objectives": list(map(str, self.objectives)),
     }

@@ -1,16 +1,18 @@
-"""Finds the files that match patterns, infers their formats, and decompresses them."""
+"""Finds the files that match patterns, infers their formats, decompresses them, and compares them with others."""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
 import gzip
+import hashlib
 import io
 import lzma
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
 
 from rosetta_t5.argument_types import check_one_of
 
@@ -29,6 +31,7 @@ _FORMAT_OF_SUFFIX = {suffix: name for name, suffixes in FORMATS.items() for suff
 _KNOWN_SUFFIXES = f"{', '.join(_FORMAT_OF_SUFFIX)}, each also with {', '.join(COMPRESSIONS)}"
 # Files with metadata that Hugging Face's library stores beside the data.
 _METADATA = ("dataset_info.json", "state.json", "dataset_dict.json", "manifest.json")
+_HEAD = 64 << 10  # bytes of a file that are compared, besides its size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,82 @@ def open_bytes(path: str) -> BinaryIO:
     stream = pyarrow.CompressedInputStream(pyarrow.OSFile(path, "rb"), codec)
     return io.BufferedReader(stream, 1 << 20)
   return open(path, "rb", 1 << 20)
+
+
+def describe_files(paths: Sequence[str], is_movable: bool) -> dict[str, Any]:
+  """Returns the names, the sizes and digests of the heads of files, in the order in which they are read.
+
+  Args:
+    paths: the files. Of files in the cloud, only the names are known.
+    is_movable: whether a position in them remains valid if their folder is moved.
+  """
+
+  def head(path: str) -> str:
+    if not os.path.isfile(path):
+      return ""
+    with open(path, "rb", buffering=0) as file:
+      return digest_of([file.read(_HEAD)])
+
+  sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+  with ThreadPoolExecutor(16) as threads:
+    heads = list(threads.map(head, paths))
+  return list_files(paths, sizes, heads, is_movable) | {"head": _HEAD}
+
+
+def list_files(
+  paths: Sequence[str], sizes: Sequence[int], digests: Sequence[str], is_movable: bool
+) -> dict[str, Any]:
+  """Returns JSON values about files that `compare_files` compares; see `describe_files`."""
+  is_local = not any("://" in path for path in paths)
+  paths = [os.path.abspath(path) for path in paths] if is_local else paths
+  folder = os.path.commonpath(map(os.path.dirname, paths)) if is_local else ""
+  names = [path.removeprefix(folder).lstrip("/") for path in paths]
+  files = [list(file) for file in zip(names, sizes, digests, strict=True)]
+  return {"folder": folder, "files": files, "is_movable": is_movable}
+
+
+def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
+  """Compares two results of `list_files`.
+
+  Returns:
+    Descriptions of the changes that make a position invalid, and of those that do not.
+  """
+  # Older positions have digests of other parts of the files; their sizes can be compared.
+  compared = 3 if stored.get("head") == current.get("head") else 2
+  before, after = ([file[:compared] for file in each["files"]] for each in (stored, current))
+  folder = current["folder"]
+  if before == after:
+    if stored["folder"] == folder:
+      return [], []
+    moved = f"moved from {stored['folder']} to {folder}"
+    if current["is_movable"]:
+      return [], [moved]
+    return [f"{moved} (the position contains paths: make the old path a link to the new one)"], []
+  old, new = ({name: rest for name, *rest in files} for files in (before, after))
+  changed = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
+  sizes = {name: f"size {old[name][0]:,} → {new[name][0]:,}" for name in changed}
+  kinds = {
+    "changed": [
+      f"{name} ({sizes[name] if old[name][0] != new[name][0] else 'other contents'})"
+      for name in changed
+    ],
+    "removed": sorted(old.keys() - new.keys()),
+    "added": sorted(new.keys() - old.keys()),
+  }
+  texts = [
+    f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    for kind, names in kinds.items()
+    if names
+  ]
+  return [f"in {folder}, {'; '.join(texts or ['files are read in another order'])}"], []
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+  """Returns a short digest of bytes."""
+  digest = hashlib.blake2b(digest_size=8)
+  for part in parts:
+    digest.update(part)
+  return digest.hexdigest()
 
 
 def _data_suffix(path: pathlib.Path) -> str:
