@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data import task_metrics
-from rosetta_t5.data.reading import BadExample, ReadOptions, read_records
+from rosetta_t5.data.reading import BadExample, ReadOptions, make_converter, read_records
 from rosetta_t5.data.reading.examples import Convert
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tensorflow_import import tf
@@ -261,34 +261,25 @@ _NO_LABEL = -1
 
 def _select_glue_texts(
   record: Mapping[str, Any], columns: tuple[str, ...], labels: tuple[str, ...]
-) -> dict[str, str] | str:
+) -> Mapping[str, str] | str:
   """Returns the columns' texts and the label's number as text, or why the record cannot be used."""
-  texts = {}
-  for column in columns:
-    name = column if column in record else _OTHER_NAMES.get(column, column)
-    if name not in record:
-      return f"no column {column!r} among {', '.join(map(repr, record))}"[:200]
-    texts[column] = str(record[name] or "")
-    if not texts[column].strip():
-      return f"{column} is empty"
+  others = {column: _OTHER_NAMES.get(column, column) for column in columns}
+  names = {c: other if other in record and c not in record else c for c, other in others.items()}
+  texts = make_converter(names)(record)
+  if isinstance(texts, str):
+    return texts
   given = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
   label = given[0] if given else _NO_LABEL
   if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
     return "no gold label"
-  texts["label"] = str(labels.index(label) if label in labels else label)
-  if not _is_label(texts["label"], labels):
-    return f"the label must be one of {', '.join(labels)}, got {label!r}"
-  texts["idx"] = str(record.get("idx", record.get("index", _NO_LABEL)))
-  return texts
-
-
-def _is_label(text: str, labels: tuple[str, ...]) -> bool:
-  """Returns whether a text is a label's number or _NO_LABEL, or any number if there are no labels."""
   try:
-    number = float(text)
+    number = labels.index(label) if label in labels else float(label)
   except ValueError:
-    return False
-  return not labels or number in range(_NO_LABEL, len(labels))
+    number = None
+  if number is None or (labels and number not in range(_NO_LABEL, len(labels))):
+    return f"the label must be one of {', '.join(labels) or 'all numbers'}, got {label!r}"
+  idx = record.get("idx", record.get("index", _NO_LABEL))
+  return {**texts, "label": str(number), "idx": str(idx)}
 
 
 def _glue_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, Any]:

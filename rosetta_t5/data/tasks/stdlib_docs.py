@@ -58,32 +58,24 @@ def vocabulary(folder: pathlib.Path | None = None) -> seqio.Vocabulary:
 
 
 def register(name: str = TASK, folder: pathlib.Path | None = None) -> None:
-  """Registers the task, which reads `folder` (by default `data_folder()`)."""
-  folder = folder or quickstart_data.data_folder()
+  """Registers the task of span corruption, which reads `folder` (by default `data_folder()`)."""
   feature = seqio.Feature(vocabulary(folder), add_eos=True)
-  seqio.TaskRegistry.add(
-    name,
-    source=StdlibDocsSource(folder),
-    preprocessors=[
-      lambda lines: lines.map(lambda line: {"targets": line}),
-      seqio.preprocessors.tokenize,
-      span_corruption,
-      seqio.preprocessors.append_eos,
-    ],
-    output_features={"inputs": feature, "targets": feature},
-  )
+  preprocessors = [seqio.preprocessors.tokenize, span_corruption, seqio.preprocessors.append_eos]
+  _add(name, folder, preprocessors, {"inputs": feature, "targets": feature})
 
 
 def register_bytes(name: str = BYTES_TASK, folder: pathlib.Path | None = None) -> None:
   """Registers the task of a decoder that predicts each byte of the text; it has targets only."""
+  feature = seqio.Feature(seqio.ByteVocabulary(), add_eos=False)
+  _add(name, folder, objective_preprocessors("causal_lm"), {"targets": feature})
+
+
+def _add(name: str, folder: pathlib.Path | None, preprocessors: Any, features: Any) -> None:
   seqio.TaskRegistry.add(
     name,
     source=StdlibDocsSource(folder or quickstart_data.data_folder()),
-    preprocessors=[
-      lambda lines: lines.map(lambda line: {"targets": line}),
-      *objective_preprocessors("causal_lm"),
-    ],
-    output_features={"targets": seqio.Feature(seqio.ByteVocabulary(), add_eos=False)},
+    preprocessors=[lambda lines: lines.map(lambda line: {"targets": line}), *preprocessors],
+    output_features=features,
   )
 
 
