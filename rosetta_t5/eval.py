@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5 import checkpoints, config, data
+from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference.during_training import LossEvaluation, Values
@@ -26,8 +26,7 @@ from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
 from rosetta_t5.telemetry.report import format_metrics_table
-from rosetta_t5.telemetry.run_files.model_info import log_model_info
-from rosetta_t5.terminal import ctrl_c
+from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training.losses import METRIC_PER_TOKEN
 
@@ -134,10 +133,7 @@ def evaluate(
   samples_manager = MetricsManager(FOLDER, output_dir)
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  stopped = ctrl_c.Section(
-    lambda: f"the results of {len(results)} checkpoints are complete, in {output_dir}"
-  )
-  with ctrl_c.entered(stopped), Watchdog() as watchdog:
+  with Watchdog() as watchdog:
     # One phase for everything: only the first process computes metrics, which may take long.
     watchdog.set_phase("evaluating checkpoints")
     states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
@@ -157,14 +153,14 @@ def evaluate(
       samples.write(int(state.step), evaluator.samples, samples_manager)
       evaluated.add(path)
       duration = console.format_duration(time.monotonic() - started)
-      console.print_line(f"evaluated {path} in {duration}")
+      terminal.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
   samples_manager.close()
   if trainer is not None:
     trainer.close()
   if results:
-    console.print_line(format_metrics_table(_with_counts(results, counts)))
-    console.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
+    terminal.print_line(format_metrics_table(_with_counts(results, counts)))
+    terminal.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
   return results
 
 
@@ -222,9 +218,9 @@ def evaluate_loss(
   trainer.close()
   step = int(opened.state.step)
   per_token = METRIC_PER_TOKEN.get(opened.model.loss_normalizing_factor, "")
-  console.print_line(f"data     {num_batches} batches of the split '{dataset_cfg.split}'")
+  terminal.print_line(f"data     {num_batches} batches of the split '{dataset_cfg.split}'")
   console.Progress(step, step, loss_per_token=per_token).report_evaluation(step, values)
-  console.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
+  terminal.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
   return {step: values}
 
 
@@ -293,5 +289,5 @@ def _select_checkpoints(
     skipped = [path for path in paths if evaluated.contains(path)]
     paths = tuple(path for path in paths if path not in skipped)
     if skipped:
-      console.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")
+      terminal.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")
   return dataclasses.replace(cfg, path=list(paths), mode="specific")

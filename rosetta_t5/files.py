@@ -7,14 +7,11 @@ import fcntl
 import json
 import os
 import pathlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import xxhash
 from etils import epath
-
-from rosetta_t5.terminal import ctrl_c
 
 
 def unfinished_path(path: epath.PathLike) -> epath.Path:
@@ -24,22 +21,15 @@ def unfinished_path(path: epath.PathLike) -> epath.Path:
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
-  """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part.
-
-  A link stays, and the file that it names is written. A device or a pipe is written to.
-  """
+  """Writes a file, text as UTF-8; a killed process leaves the old file or none, never a part."""
   data = content.encode() if isinstance(content, str) else content
-  if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
-    # Without this flag, a pipe that nobody reads would block.
-    with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as stream:
-      os.set_blocking(stream.fileno(), True)
-      stream.write(data)
+  if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/stdout
+    pathlib.Path(path).write_bytes(data)
     return
-  target = os.path.realpath(path) if os.path.islink(path) else path
-  unfinished = unfinished_path(target)
+  unfinished = unfinished_path(path)
   try:
     unfinished.write_bytes(data)
-    unfinished.replace(target)
+    unfinished.replace(path)
   except OSError:
     unfinished.unlink(missing_ok=True)  # It would keep a full disk full.
     raise
@@ -74,20 +64,18 @@ def exclusive_output(path: str | os.PathLike[str], create: bool = False) -> Iter
 def complete_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   """Yields a path at which the body creates a folder, which is then renamed to `path`.
 
-  An existing `path` is replaced. After an error or Ctrl-C the unfinished folder is removed. A killed
-  process leaves `path.unfinished`, which the next call removes.
+  An existing `path` is replaced. After an error the unfinished folder is removed. A killed process, also
+  one that Ctrl-C has ended, leaves `path.unfinished`, which the next call removes.
   """
   final = epath.Path(path)
   unfinished = final.parent / f"{final.name}.unfinished"
   unfinished.rmtree(missing_ok=True)
-  stopped = ctrl_c.removing(unfinished, f"{final} was not written, and nothing was kept")
   try:
-    with ctrl_c.entered(stopped):
-      yield unfinished
+    yield unfinished
   except BaseException as error:
     unfinished.rmtree(missing_ok=True)
-    if isinstance(error, OSError) and error.errno and not error.filename:  # such as a full disk
-      raise OSError(error.errno, error.strerror, str(final)) from error
+    if isinstance(error, OSError) and error.filename is None:  # such as a full disk
+      error.filename = os.fspath(final)
     raise
   final.rmtree(missing_ok=True)
   unfinished.rename(final)
@@ -97,17 +85,11 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
   """Returns the object that a JSON file contains.
 
   Raises:
-    ValueError: the file contains something else, or an object in it has a key twice.
+    ValueError: the file contains something else.
     OSError: the file cannot be read.
   """
-  if pathlib.Path(path).is_fifo():
-    raise ValueError(f"{path} is a pipe, not a file")
-  content = epath.Path(path).read_bytes()
   try:
-    # json.loads would accept surrogates in the bytes.
-    value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_object_of_pairs)
-    if rb"\ud" in content.lower():  # An escaped lone surrogate cannot be encoded as UTF-8 either.
-      json.dumps(value, ensure_ascii=False).encode()
+    value = json.loads(epath.Path(path).read_bytes())
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error
   if not isinstance(value, dict):
@@ -132,11 +114,3 @@ def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
   except (AttributeError, LookupError, TypeError) as error:
     reason = f"{type(error).__name__}: {error}"
     raise ValueError(f"{path} is damaged: it must describe {what} ({reason})") from error
-
-
-def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  value = dict(pairs)
-  if len(value) < len(pairs):
-    [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-    raise ValueError(f"the key {key!r} occurs more than once")
-  return value

@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from rosetta_t5 import checkpoints, config, data
+from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
 from rosetta_t5.data.pipeline.data_facts import facts_of_tasks
 from rosetta_t5.data.pipeline.inference_data import InferenceData
@@ -29,9 +29,7 @@ from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.run_files.model_info import log_model_info
-from rosetta_t5.terminal import ctrl_c, progress
+from rosetta_t5.telemetry.run_files import log_model_info
 
 _MODEL_METHODS = {
   "predict": "predict_batch",
@@ -180,22 +178,20 @@ def infer(
     for task in examples.tasks:
       result_file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
       if result_file.is_complete(settings):
-        console.print_line(
+        terminal.print_line(
           f"{result_file.path} is complete: nothing was left to do. To compute it again, remove "
           f"{result_file.marker.name} beside it"
         )
         continue
       chunk_dir = f"{output_dir}/tmp-{task.name}-{shard}"
       vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-      kept = f"the complete chunks in {chunk_dir} are kept; run the same command to continue"
       with (
         result_files.open_chunk_folder(chunk_dir, result_file.name, settings) as folder,
         explain_out_of_memory(INFERENCE),
-        ctrl_c.entered(ctrl_c.Section(kept)),
       ):
         first = folder.num_complete()
         if first:
-          console.print_line(f"continuing after {first} chunks in {folder.path}")
+          terminal.print_line(f"continuing after {first} chunks in {folder.path}")
         _infer_task(
           infer_fn=infer_fn,
           chunks=examples.chunks(task, checkpoint_period * batch_size, first),
@@ -243,7 +239,7 @@ def _infer_task(
   """Computes the results of the chunks; each is written while the next is computed."""
   writer = result_files.FailFastThreadPoolExecutor(max_workers=1)
   try:
-    for number, task_ds, model_ds in progress.track(chunks, "inferring", unit="chunks"):
+    for number, task_ds, model_ds in terminal.track(chunks, "inferring", unit="chunks"):
       started = time.monotonic()
       watchdog.set_phase(f"inferring chunk {number}")
       # Each chunk has its own key, so that a restarted run samples the same outputs.
@@ -252,9 +248,9 @@ def _infer_task(
       outputs, aux = result if isinstance(result, tuple) else (result, {})
       seconds = time.monotonic() - started
       speed = len(outputs) / seconds
-      console.print_line(f"chunk {number}: {len(outputs)} examples, {speed:.4g} a second")
+      terminal.print_line(f"chunk {number}: {len(outputs)} examples, {speed:.4g} a second")
       for note in notes_on_tokens_left_behind(aux):
-        console.print_line(f"note     chunk {number}: {note}")
+        terminal.print_line(f"note     chunk {number}: {note}")
       update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write_chunk, number, ([output for _, output in outputs], aux), task_ds)
@@ -324,5 +320,5 @@ class _ResultFile:
       self.marker.write_text(json.dumps(settings))
       if merge_fn is not None:
         folder.path.rmtree()
-    console.print_line(f"results  {self.path if merge_fn is not None else folder.path}")
+    terminal.print_line(f"results  {self.path if merge_fn is not None else folder.path}")
     multihost_utils.sync_global_devices(f"{self.name}:complete")

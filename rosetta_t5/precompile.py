@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import checkpoints, config, data
+from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, Seed
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.models import BaseModel
@@ -93,7 +93,7 @@ def precompile(
   started = time.monotonic()
   lowered = trainer.lower_train(batch)
   compiled = lowered.compile()
-  console.print_line(
+  terminal.print_line(
     f"compiled the train step in {console.format_duration(time.monotonic() - started)}"
   )
   _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
@@ -112,4 +112,4 @@ def _write(folder: epath.Path, lowered: Any, compiled: Any, mesh: jax.sharding.M
   (folder / "lowered_hlo_post_optimization").write_text(compiled.as_text())
   with (folder / "assignment").open("wb") as file:
     np.save(file, mesh.device_ids)
-  console.print_line(f"written  {folder}/lowered_hlo_*, {folder}/assignment")
+  terminal.print_line(f"written  {folder}/lowered_hlo_*, {folder}/assignment")

@@ -12,13 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rosetta_t5 import checkpoints
+from rosetta_t5 import checkpoints, terminal
 from rosetta_t5.data import quickstart_data
 from rosetta_t5.data.quickstart_data import write_dates
 from rosetta_t5.distributed import RunInterrupted
 from rosetta_t5.run_report.run_folder import read_runs
-from rosetta_t5.terminal.command import begin
-from rosetta_t5.terminal.standard_streams import optional_output
 from rosetta_t5.trained_model import run_arguments
 
 PRETRAIN = "gin/examples/quickstart.gin"
@@ -33,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=lambda options: main(options.flags))
 
 
-@optional_output()
 def main(argv: Sequence[str] | None = None) -> int:
   """Pretrains a small T5 on the text of Python's standard library, and finetunes it on dates.
 
@@ -46,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   Returns:
     The exit status of the training command that failed, or 0.
   """
+  terminal.continue_without_output()
   options = list(argv or ())
   facts = quickstart_data.prepare()
   write_dates(DATES)
@@ -176,5 +174,5 @@ def _say(*lines: str) -> None:
 
 
 if __name__ == "__main__":
-  begin("rosetta-t5 quickstart")
+  terminal.begin("rosetta-t5 quickstart")
   sys.exit(main(sys.argv[1:]))

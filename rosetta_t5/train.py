@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5 import checkpoints, config, data, distributed
+from rosetta_t5 import checkpoints, config, data, distributed, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
 from rosetta_t5.distributed.preflight import CHANGES_NUMBERS
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
@@ -28,11 +28,9 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.hardware import placement
 from rosetta_t5.plan.workload import pipeline_notes
-from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
 from rosetta_t5.telemetry.report import RunDescription, RunSetup
-from rosetta_t5.telemetry.run_files.model_info import log_model_info
-from rosetta_t5.telemetry.run_files.run_log import log_event
+from rosetta_t5.telemetry.run_files import log_event, log_model_info
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
@@ -139,7 +137,7 @@ def train(
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
   setup = _run_setup(partitioner, train_dataset_cfg, checkpoint_cfg, model_dir)
-  console.print_line(setup.text())
+  terminal.print_line(setup.text())
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
@@ -216,7 +214,7 @@ def train(
     computation=describe_computation(model, fp8, kernel),
     notes=_header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
   )
-  console.print_line(description.text())
+  terminal.print_line(description.text())
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from clu import values as clu_values
 
-from rosetta_t5 import checkpoints, distributed
+from rosetta_t5 import checkpoints, distributed, terminal
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
@@ -22,14 +22,13 @@ from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files.run_log import LostOutputLog, log_end, log_event, logged_failure
+from rosetta_t5.telemetry.run_files import log_event, logged_failure
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,
   skips_in_a_row,
   with_skipped_steps,
 )
-from rosetta_t5.terminal import ctrl_c, progress
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
@@ -87,11 +86,7 @@ class TrainLoop:
       loss_per_token=METRIC_PER_TOKEN.get(self.evaluation.model.loss_normalizing_factor, ""),
     )
     self._samples = SampleLog(self.num_eval_samples, self.model_dir, self._progress.print_line)
-    self._lost_output = LostOutputLog(self.model_dir, self._progress.print_line)
-    self._interruption = distributed.InterruptionListener(
-      "the run finishes this step and saves its state",
-      f"the complete checkpoints in {self.model_dir} are kept",
-    )
+    self._interruption = distributed.InterruptionListener()
     self._watchdog = distributed.Watchdog()
 
   def log_failure(self) -> contextlib.AbstractContextManager[None]:
@@ -101,7 +96,7 @@ class TrainLoop:
   def compile(self) -> None:
     """Compiles the train step, and waits for the data of the evaluations."""
     self._write_scalar("timing/init_or_restore_seconds", time.monotonic() - self.run_started)
-    with progress.bar("compiling the train step"):
+    with terminal.progress_bar("compiling the train step"):
       self.trainer.compile_train(self.feed.element_spec)
     self.predictions.wait_until_read()
 
@@ -127,7 +122,7 @@ class TrainLoop:
       self._watchdog,
     ):
       self._save(self.first_step)
-      with self._ending_interrupted_evaluations():
+      try:
         if run_eval_before_training:
           self._evaluate(self.first_step)
         report_period = stats_period or self._report_period(eval_period)
@@ -136,6 +131,8 @@ class TrainLoop:
           run_due_hooks(hooks, self._step, self.total_steps)
           if self._is_interrupted or self._is_stopped_by_action or self.trainer.stop_training:
             break
+      except distributed.EvaluationInterrupted:
+        self._is_interrupted = True
       self._complete()
 
   def _report_period(self, eval_period: int) -> int:
@@ -160,7 +157,7 @@ class TrainLoop:
       self.manager.close()
       if (latest := self.manager.latest_step()) is not None:
         checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
-    console.print_line(
+    terminal.print_line(
       run_summary(
         steps=(self.first_step, self._step),
         seconds=time.monotonic() - self.run_started,
@@ -171,10 +168,10 @@ class TrainLoop:
     )
     if self.first_step < self.total_steps:
       reason = "interrupted" if self._is_interrupted else "finished"
-      log_end(self.model_dir, self._step, reason)
+      log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:
       hint = "run the same command to continue" if self.manager else "no checkpoint was saved"
-      console.print_line(f"interrupted  after step {self._step}: {hint}")
+      terminal.print_line(f"interrupted  after step {self._step}: {hint}")
       raise distributed.RunInterrupted(self._step, self._interruption.by_ctrl_c)
     state = self.trainer.train_state
     return int(state.step), state
@@ -295,16 +292,8 @@ class TrainLoop:
     self._collect_predictions()
     if self.manager is not None:
       self._watchdog.set_phase("completing the last save")
-      with progress.bar("saving"):
+      with terminal.progress_bar("saving"):
         self.manager.wait_until_finished()
-
-  @contextlib.contextmanager
-  def _ending_interrupted_evaluations(self) -> Iterator[None]:
-    """Inside the `with`, an evaluation that an interruption has ended also ends the run."""
-    try:
-      yield
-    except ctrl_c.Interrupted:
-      self._is_interrupted = True
 
   def _evaluate(self, step: int) -> None:
     self._watchdog.set_phase(f"evaluating step {step}")
@@ -322,7 +311,6 @@ class TrainLoop:
     if self.evaluation.cfg is not None or self.predictions.cfg is not None:
       self._samples.write(step, self._make_samples, self.trainer.train_metrics_manager)
     self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
-    self._lost_output.report(step)
 
   def _make_samples(self, number: int) -> list[Sample]:
     """Returns predictions that have been evaluated or, if there are none, those of held-out rows."""

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5 import checkpoints, config
+from rosetta_t5 import checkpoints, config, terminal
 from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
@@ -23,7 +23,6 @@ from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry import console
 
 _ADVICE = (
   "give the MODEL_DIR of a training run, which contains config.gin and checkpoint_STEP folders, one of "
@@ -135,7 +134,7 @@ def _read_hugging_face(
   """Returns the arguments of `train` from the gin file that is made for a Hugging Face folder."""
   text, notes = hugging_face_recipe(folder)
   for note in notes:
-    console.print_line(f"note: {folder.name}: {note}", sys.stderr)
+    terminal.print_line(f"note: {folder.name}: {note}", sys.stderr)
   with tempfile.TemporaryDirectory() as scratch:
     file = pathlib.Path(scratch, f"{folder.name}.gin")
     file.write_text(text)

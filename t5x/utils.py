@@ -38,5 +38,5 @@ from rosetta_t5.data import (
   verify_matching_vocabs,
 )
 from rosetta_t5.inference.infer_fn import get_infer_fn
-from rosetta_t5.telemetry.run_files.model_info import log_model_info
+from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.training.schedules import create_learning_rate_scheduler

@@ -15,8 +15,6 @@ import jax
 import jaxtyping
 import pytest
 
-from rosetta_t5.terminal import lost_output
-
 # The suite has a compilation cache of its own, so that it neither reads nor fills the user's. The
 # processes that tests start inherit the variables; jax is imported already, so it is configured too.
 _COMPILATION_CACHE = {
@@ -73,12 +71,6 @@ def shape_checks(request: pytest.FixtureRequest) -> None:
   """Checks annotated shapes at every call in the tests of the packages that have them."""
   folder = request.path.relative_to(_TESTS).parts[0]
   jaxtyping.config.update("jaxtyping_disable", folder not in _SHAPES_ARE_CHECKED)
-
-
-@pytest.fixture(autouse=True)
-def lost_output_of_this_test() -> None:
-  """Forgets the output that earlier tests of this process have lost."""
-  lost_output.take_all()
 
 
 @pytest.fixture

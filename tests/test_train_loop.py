@@ -15,8 +15,7 @@ import optax
 import pytest
 
 from rosetta_t5.checkpoints import SaveCheckpointConfig
-from rosetta_t5.distributed import RunInterrupted
-from rosetta_t5.terminal import progress
+from rosetta_t5.distributed import RunInterrupted, until_interrupted
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training.actions import ActionMode
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -184,7 +183,7 @@ def test_ctrl_c_during_an_evaluation_ends_the_evaluation_and_the_run():
   def evaluate(trainer):
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.5)
-    list(progress.track([1, 2], "evaluating"))
+    list(until_interrupted([1, 2]))
     raise AssertionError("the evaluation was not ended")
 
   loop = make_loop(Trainer(), itertools.count())

@@ -16,7 +16,7 @@ import numpy as np
 from rosetta_t5.files import write_atomically
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal import positive_integer
 
 # Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
 SIZES = {

@@ -34,7 +34,7 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.telemetry.gpus import gpu_of
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal import positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef

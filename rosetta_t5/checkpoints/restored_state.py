@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   StoredArray,
@@ -36,7 +37,6 @@ from rosetta_t5.checkpoints.reading import DAMAGE_ERRORS, read_arrays, unreadabl
 from rosetta_t5.checkpoints.saved_state import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
-from rosetta_t5.terminal import progress
 
 PyTree = Any
 RestoreTransformation = Callable[..., Any]
@@ -194,7 +194,9 @@ def _transfer_to_devices(
   transferred: dict[str, jax.Array] = {}
   pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()
   bytes_in_flight = 0
-  with progress.bar("restoring", sum(x.nbytes for x in arrays.values()) / 1e9, "GB") as bar:
+  with terminal.progress_bar(
+    "restoring", sum(x.nbytes for x in arrays.values()) / 1e9, "GB"
+  ) as bar:
 
     def finish_first() -> int:
       name, finish = pending.popleft()

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax.core import freeze
 
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
 from rosetta_t5.checkpoints.restore import (
@@ -20,7 +21,6 @@ from rosetta_t5.checkpoints.restore import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
-from rosetta_t5.terminal import progress
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 
@@ -77,7 +77,7 @@ class TrainStateInitializer:
       self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
     if self._from_scratch is None:
       self._from_scratch = self._traced.partition(self._partitioner, self.train_state_axes)
-    with progress.bar("initializing the parameters"):
+    with terminal.progress_bar("initializing the parameters"):
       return self._from_scratch(init_rng)
 
   def from_checkpoints(

@@ -11,14 +11,8 @@ from typing import Any, NoReturn
 
 from rosetta_t5 import __version__
 from rosetta_t5.cli.verbs import VERBS
-from rosetta_t5.terminal import command
-from rosetta_t5.terminal.standard_streams import protect
-from rosetta_t5.user_errors import (
-  DEBUG_VARIABLE,
-  did_you_mean,
-  exit_on_user_error,
-  show_briefly,
-)
+from rosetta_t5.terminal import begin
+from rosetta_t5.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
 
 _HELP = ("-h", "--help")
 
@@ -41,18 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
   Raises:
     SystemExit: --help was given, or the command has failed; the error has been printed.
   """
-  protect()
   with exit_on_user_error():
     try:
       return _run([*(sys.argv[1:] if argv is None else argv)], is_own_process=argv is None)
     finally:
       sys.stdout.flush()  # so that a closed pipe is noticed here
-
-
-def begin(name: str) -> None:
-  """Begins a command (see `terminal.command.begin`), and shows errors of its imports briefly."""
-  command.begin(name)
-  sys.excepthook = show_briefly
 
 
 def run_module(verb: str) -> int:

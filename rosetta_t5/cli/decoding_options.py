@@ -8,7 +8,7 @@ import inspect
 import sys
 from typing import Any
 
-from rosetta_t5.terminal.option_types import positive_integer, positive_number
+from rosetta_t5.terminal import positive_integer, positive_number
 
 NAMES = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 

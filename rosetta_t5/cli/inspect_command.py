@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.terminal.option_types import feature_lengths, positive_integer
+from rosetta_t5.terminal import feature_lengths, positive_integer
 from rosetta_t5.user_errors import ConfigError
 
 _LENGTHS = "inputs=512,targets=128"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -11,10 +10,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options, text_commands
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.terminal.option_types import positive_integer
-from rosetta_t5.terminal.standard_streams import optional_output
+from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 
 _DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg")
@@ -81,8 +80,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add_trust_options(parser)
 
 
-@optional_output()
 def _eval(options: argparse.Namespace) -> int:
+  terminal.continue_without_output()
   if options.model_dir is None:
     names = ("task", "split", "batch_size", "output_dir", "file")
     _refuse(options, names, "--model_dir")
@@ -160,17 +159,17 @@ def _infer(options: argparse.Namespace) -> int:
   model_dir, checkpoint = _locate(restore_cfg, options)
   model = run["model"]
   decoding_options.apply(options, model)
-  with optional_output():
-    infer(
-      mode=options.mode or "predict",
-      model=model,
-      dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
-      restore_checkpoint_cfg=restore_cfg,
-      partitioner=run["partitioner"],
-      output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
-      checkpoint_period=100,
-      summarize_config_fn=_write_no_config,
-    )
+  terminal.continue_without_output()
+  infer(
+    mode=options.mode or "predict",
+    model=model,
+    dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
+    restore_checkpoint_cfg=restore_cfg,
+    partitioner=run["partitioner"],
+    output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
+    checkpoint_period=100,
+    summarize_config_fn=_write_no_config,
+  )
   return 0
 
 
@@ -213,9 +212,10 @@ def _check(options: argparse.Namespace) -> int:
 def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
   """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
   is_dry = any(flag.lstrip("-").startswith("dry_run") for flag in options.flags)
-  with contextlib.nullcontext() if is_dry else optional_output():
-    program = f"rosetta-t5 {verb or module}"
-    importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
+  if not is_dry:
+    terminal.continue_without_output()
+  program = f"rosetta-t5 {verb or module}"
+  importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
 
 

@@ -14,13 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
+from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options
 from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
 from rosetta_t5.config.trust import add_trust_options, allowed_by
 from rosetta_t5.files import exclusive_output
-from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.option_types import positive_integer
-from rosetta_t5.terminal.standard_streams import optional_output
+from rosetta_t5.terminal import positive_integer
 
 _SETTINGS = ".settings.json"  # What determined the lines of an output is in OUTPUT.settings.json.
 _LINE_START = b'{"inputs": '  # Each line of an output begins like this.
@@ -63,9 +62,9 @@ def infer(options: argparse.Namespace) -> int:
   from rosetta_t5.trained_model import open_model_dir
 
   output = options.output or "-"
-  with _exit_when_stopped(output), contextlib.ExitStack() as stack:
-    if output != "-":
-      stack.enter_context(optional_output())
+  if output != "-":
+    terminal.continue_without_output()
+  with contextlib.ExitStack() as stack:
     if options.targets is not None and (options.n_best or options.num_decodes):
       raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
     rows = read_rows(options.input, options.template, options.targets, options.quoted)
@@ -88,7 +87,7 @@ def infer(options: argparse.Namespace) -> int:
       if output != "-" or not sys.stdout.isatty():
         count = count_lines(options.input)
         left = None if count is None else count - len(completed)
-        results = progress.track(results, "inferring", left, "rows", sys.stderr)
+        results = terminal.track(results, "inferring", left, "rows", sys.stderr)
       for result in results:
         print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
     elif completed:
@@ -127,23 +126,16 @@ def chat(options: argparse.Namespace) -> int:
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
   from rosetta_t5.trained_model import open_model_dir
 
-  with _exit_when_stopped():
-    model = open_model_dir(options.model_dir, allowed=allowed_by(options))
-    decoding_options.apply(options, model.model)
-    fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
-    print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
-    for text in _typed_lines():
-      try:
-        print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
-      except ValueError as error:  # An error in one line does not end the command.
-        print(error, flush=True)
+  model = open_model_dir(options.model_dir, allowed=allowed_by(options))
+  decoding_options.apply(options, model.model)
+  fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
+  print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
+  for text in _typed_lines():
+    try:
+      print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
+    except ValueError as error:  # An error in one line does not end the command.
+      print(error, flush=True)
   return 0
-
-
-def _exit_when_stopped(output: str = "-") -> contextlib.AbstractContextManager[ctrl_c.Section]:
-  """Returns a context in which Ctrl-C ends the command with a message about what is kept."""
-  kept = f"{output} has the results so far; run again to continue"
-  return ctrl_c.entered(ctrl_c.Section("no file was written" if output == "-" else kept))
 
 
 def _typed_lines() -> Iterator[str]:

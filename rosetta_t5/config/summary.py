@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import gin
 import jax
 
+from rosetta_t5 import terminal
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.files import write_atomically
-from rosetta_t5.terminal import lost_output
 
 
 class SummarizeConfigFn(Protocol):
@@ -103,7 +103,7 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
     return
   text = get_gin_config_str()
   folder = pathlib.Path(model_dir)
-  with lost_output.counted("copies of the configuration"):
+  with terminal.optional_output("config.gin or model.json"):
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "config.gin", text)
     write_model_file(folder)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.averages import with_averages
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
@@ -27,8 +28,6 @@ from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import complete_folder
-from rosetta_t5.terminal import progress
-from rosetta_t5.terminal.standard_streams import optional_output
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -58,8 +57,8 @@ def _comma_list(text: str) -> tuple[str, ...]:
   return tuple(text.split(","))
 
 
-@optional_output()
 def _run(options: argparse.Namespace) -> int:
+  terminal.continue_without_output()
   names = inspect.signature(convert).parameters
   convert(**{name: value for name, value in vars(options).items() if name in names})
   return 0
@@ -129,7 +128,7 @@ def convert(
       if settings.source_config:  # A conversion back to Transformers needs it.
         text = json.dumps(settings.source_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
-    with progress.bar("verifying"):
+    with terminal.progress_bar("verifying"):
       verified = verification.verify(arrays, path, unfinished, settings)
     report(verified)
     if to == "hf":
@@ -192,7 +191,7 @@ def _prepare_destination(
 def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
   arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
   if to == "t5x-legacy":
-    items = progress.track(arrays.items(), "writing", len(arrays), "arrays")
+    items = terminal.track(arrays.items(), "writing", len(arrays), "arrays")
     t5x_legacy.write(folder, items)
   else:
     orbax_writer.write(folder, arrays)

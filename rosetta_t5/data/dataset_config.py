@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
 from rosetta_t5.distributed.coordination import draw_seed
-from rosetta_t5.user_errors import refuse_exit
 
 if TYPE_CHECKING:
   import seqio
@@ -89,7 +88,7 @@ def import_module(module: str) -> Any:
   """Imports the module that registers a run's task.
 
   Raises:
-    ValueError: the module does not exist, ends the program, or is named by a file that is not trusted.
+    ValueError: the module does not exist, or is named by a file that is not trusted.
       Errors inside the module are raised unchanged.
   """
   if _importable is not None and module not in _importable:
@@ -98,8 +97,7 @@ def import_module(module: str) -> Any:
       f"may be from elsewhere. If you trust the module, add --module {module}"
     )
   try:
-    with refuse_exit(module):
-      return importlib.import_module(module)
+    return importlib.import_module(module)
   except ModuleNotFoundError as error:
     # If another module is missing, `module` exists and failed to import that one.
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):

@@ -24,7 +24,6 @@ from typing import Any
 
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.files import write_atomically
-from rosetta_t5.terminal import ctrl_c
 
 EXTRA_IDS = 100
 VOCAB_SIZE = 4096  # rows of the embedding table, including the extra ids
@@ -82,8 +81,7 @@ def prepare(
   with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
     unfinished = pathlib.Path(scratch) / folder.name
     unfinished.mkdir()
-    with ctrl_c.entered(ctrl_c.removing(scratch, f"{folder} was not written")):
-      _write(unfinished, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
+    _write(unfinished, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
     with contextlib.suppress(OSError):  # Another process has already written the same folder.
       unfinished.rename(folder)
   return json.loads(manifest.read_text())

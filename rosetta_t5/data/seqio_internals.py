@@ -6,9 +6,7 @@ passes with it.
 
 from __future__ import annotations
 
-import errno
 import functools
-import glob
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -37,20 +35,6 @@ def write_utf8(logger: Any) -> None:
   encoder = getattr(logger, "_json_encoder_cls", None)
   if encoder is not None:
     logger._json_encoder_cls = lambda **options: encoder(**{**options, "ensure_ascii": False})
-
-
-def check_event_files(logger: Any) -> None:
-  """Makes a SeqIO logger open its event files again if they were removed, which it does not notice.
-
-  Raises:
-    FileNotFoundError: they were removed.
-  """
-  writers = getattr(logger, "_summary_writers", {})
-  removed = [folder for folder in writers if not glob.glob(f"{glob.escape(folder)}/events*")]
-  for folder in removed:
-    del writers[folder]
-  if removed:
-    raise FileNotFoundError(errno.ENOENT, f"the files in {removed[0]} were removed")
 
 
 def replace_model_loader(loader: Callable[..., Any]) -> None:

@@ -2,5 +2,10 @@
 
 from rosetta_t5.distributed.coordination import draw_seed
 from rosetta_t5.distributed.join import join_processes
-from rosetta_t5.distributed.signals import InterruptionListener, RunInterrupted
+from rosetta_t5.distributed.signals import (
+  EvaluationInterrupted,
+  InterruptionListener,
+  RunInterrupted,
+  until_interrupted,
+)
 from rosetta_t5.distributed.watchdog import Watchdog

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from rosetta_t5.terminal import ctrl_c
+T = TypeVar("T")
+
+# Signals belong to the process, so at most one listener is entered at a time.
+_entered: list[InterruptionListener] = []
 
 
 class RunInterrupted(SystemExit):
@@ -21,42 +27,43 @@ class RunInterrupted(SystemExit):
   """
 
   def __init__(self, step: int, by_ctrl_c: bool = False) -> None:
-    super().__init__(ctrl_c.EXIT_STATUS if by_ctrl_c else 128 + signal.SIGTERM)
+    super().__init__(128 + (signal.SIGINT if by_ctrl_c else signal.SIGTERM))
     self.step = step
+
+
+class EvaluationInterrupted(SystemExit):
+  """A signal or Ctrl-C ended an evaluation early, because the run that it belongs to must end."""
 
 
 class InterruptionListener:
   """Listens inside a `with` for Ctrl-C, and for SIGTERM and SIGUSR1, which job managers send.
 
   With several processes, jax's coordination service passes the signal on from the process that
-  received it, and all processes agree on the step after which they end.
+  received it, and all processes agree on the step after which they end. A second Ctrl-C ends the process
+  at once. Outside Python's main thread, where no handlers can be set, nothing is listened for.
 
   Attributes:
     by_ctrl_c: whether this process has received Ctrl-C.
   """
 
-  def __init__(self, finishes: str, outcome: str) -> None:
-    """Builds a listener.
-
-    Args:
-      finishes: what the run finishes after the first Ctrl-C, printed then.
-      outcome: what is kept if a second Ctrl-C ends the process at once.
-    """
+  def __init__(self) -> None:
     self.by_ctrl_c = False
-    self._section = ctrl_c.Section(outcome, finishes, self._on_ctrl_c, agree=self.should_stop)
+    self._is_requested = False
     self._calls = 0
     self._stack = contextlib.ExitStack()
 
   def __enter__(self) -> InterruptionListener:
-    # With several processes, jax handles SIGTERM itself.
+    _entered.append(self)
+    self._stack.callback(_entered.remove, self)
+    if threading.current_thread() is not threading.main_thread():
+      return self
     alone = jax.process_count() == 1
-    self._stack.enter_context(ctrl_c.entered(self._section))
+    # With several processes, jax handles SIGTERM itself.
     for number in (signal.SIGTERM, signal.SIGUSR1) if alone else (signal.SIGUSR1,):
-      try:
-        previous: Any = signal.signal(number, self._on_signal if alone else _send_sigterm)
-      except ValueError:  # Only Python's main thread can set handlers; elsewhere none are set.
-        break
-      self._stack.callback(signal.signal, number, previous)
+      self._handle(number, self._on_signal if alone else _send_sigterm)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a background job
+      self._handle(signal.SIGINT, lambda number, frame: None)
+      self._listen_for_ctrl_c()
     return self
 
   def __exit__(self, *exception: object) -> None:
@@ -68,19 +75,56 @@ class InterruptionListener:
     All processes must call it the same number of times.
     """
     if jax.process_count() == 1:
-      return self._section.is_requested
+      return self._is_requested
     from jax.experimental import multihost_utils
 
     self._calls += 1
     return multihost_utils.reached_preemption_sync_point(self._calls)
 
-  def _on_signal(self, number: int, frame: FrameType | None) -> None:
-    self._section.is_requested = True
+  def _handle(self, number: int, handler: Any) -> None:
+    self._stack.callback(signal.signal, number, signal.signal(number, handler))
+
+  def _listen_for_ctrl_c(self) -> None:
+    """Starts a thread that acts on Ctrl-C, also while the main thread compiles or waits in a collective."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    self._stack.callback(os.close, write_end)
+    self._stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_end))
+
+    def act_on_signals() -> None:
+      while number := os.read(read_end, 1):
+        if number[0] == signal.SIGINT:
+          self._on_ctrl_c()
+      os.close(read_end)
+
+    threading.Thread(target=act_on_signals, name="ctrl-c", daemon=True).start()
 
   def _on_ctrl_c(self) -> None:
+    if self.by_ctrl_c:
+      os._exit(128 + signal.SIGINT)
     self.by_ctrl_c = True
+    text = "Ctrl-C: the run finishes this step and saves its state. Press it again to end at once."
+    print(text, file=sys.stderr, flush=True)
     if jax.process_count() > 1:
       _send_sigterm(signal.SIGINT, None)
+    self._is_requested = True
+
+  def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    self._is_requested = True
+
+
+def until_interrupted(items: Iterable[T]) -> Iterator[T]:
+  """Yields the items of an evaluation, until a signal or Ctrl-C ends the run that it belongs to.
+
+  All processes of a run must have the same number of items.
+
+  Raises:
+    EvaluationInterrupted: the run must end.
+  """
+  for item in items:
+    if _entered and _entered[-1].should_stop():
+      raise EvaluationInterrupted
+    yield item
 
 
 def _send_sigterm(number: int, frame: FrameType | None) -> None:

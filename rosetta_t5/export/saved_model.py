@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import checkpoints, config
+from rosetta_t5 import checkpoints, config, terminal
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export import inference_function, text_functions
@@ -21,7 +21,6 @@ from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.files import complete_folder
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.telemetry import console
 
 _STABLEHLO = "stablehlo"
 
@@ -155,7 +154,7 @@ def save(
       )
     if validation_examples:
       _validate(unfinished, validation_examples, preprocess, function, params)
-  console.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
+  terminal.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
 def save_model(
@@ -184,7 +183,7 @@ def save_model(
   feature = import_seqio().Feature
   needs_python = hasattr(getattr(model.output_vocabulary, "tokenizer", None), "to_str")
   if needs_python:
-    console.print_line(
+    terminal.print_line(
       "note: TensorFlow cannot run the model's tokenizer.json: the SavedModel maps tokens to tokens"
     )
   decodes = {"num_decodes": num_decodes, "return_all_decodes": True} if num_decodes else None

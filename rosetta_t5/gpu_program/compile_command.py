@@ -27,7 +27,7 @@ from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import size_text
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 
 

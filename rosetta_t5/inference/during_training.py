@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5 import data
+from rosetta_t5 import data, distributed, terminal
 from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
 from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.sample_predictions import HeldOutSampler, Row, Sample
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.terminal import progress
 
 Values = dict[str, dict[str, float]]
 
@@ -83,7 +81,9 @@ class LossEvaluation:
       tracked = {
         name: stack.enter_context(
           contextlib.closing(
-            progress.track(feed, f"evaluating {name}", self.num_batches, "batches", together=True)
+            terminal.track(
+              distributed.until_interrupted(feed), f"evaluating {name}", self.num_batches, "batches"
+            )
           )
         )
         for name, feed in feeds.items()
@@ -141,7 +141,7 @@ class PredictionEvaluation:
     """
     evaluator = self._evaluator.result()
     if self.cfg is not None and not evaluator.eval_tasks:
-      console.print_line(
+      terminal.print_line(
         f"note     no predictions are evaluated: '{self.cfg.name}' has no metrics for the split "
         f"'{self.cfg.split}'"
       )

@@ -15,17 +15,16 @@ import jax
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import data
+from rosetta_t5 import data, terminal
 from rosetta_t5.checkpoints.saved_state import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
+from rosetta_t5.distributed import until_interrupted
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
 from rosetta_t5.inference.length_buckets import check_buckets
 from rosetta_t5.inference.sample_predictions import Sample, token_text
 from rosetta_t5.models.expert_losses import LEFT_BEHIND
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry import console
-from rosetta_t5.terminal import lost_output, progress
 
 FOLDER = "inference_eval"
 Metrics = Mapping[str, Mapping[str, Any]]
@@ -117,7 +116,7 @@ class InferenceEvaluator:
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
-      with lost_output.counted("folders of results"):
+      with terminal.optional_output(os.fspath(self._folder)):
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def infer_fn(method: str, **arguments: Any) -> InferFn:
@@ -130,12 +129,12 @@ class InferenceEvaluator:
       kind = "scoring" if method == "score_batch" else "predicting"
 
       def infer(ds: Any) -> Any:
-        rows = progress.track(as_numpy(ds), kind, _count(ds), "examples", together=True)
+        rows = terminal.track(until_interrupted(as_numpy(ds)), kind, _count(ds), "examples")
         with contextlib.closing(rows):
           result = self._infer_fns[method](rows, train_state=train_state, **arguments)
         pairs, aux = result if isinstance(result, tuple) else (result, {})
         for note in notes_on_tokens_left_behind(aux):
-          console.print_line(f"note     {note}")
+          terminal.print_line(f"note     {note}")
         is_all = method != "predict_batch_with_aux" and aux.keys() == {LEFT_BEHIND}
         return pairs if is_all else result
 

@@ -13,11 +13,10 @@ import jax
 import numpy as np
 from etils import epath
 
+from rosetta_t5 import terminal
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.mesh import count_batch_shards
-from rosetta_t5.telemetry import console
-from rosetta_t5.terminal import lost_output
 from rosetta_t5.user_errors import reason_of
 
 Row = Mapping[str, np.ndarray]
@@ -50,7 +49,7 @@ class SampleLog:
     self,
     number: int,
     model_dir: str,
-    print_line: Callable[[str], None] = console.print_line,
+    print_line: Callable[[str], None] = terminal.print_line,
   ):
     """Prepares the log.
 
@@ -92,7 +91,7 @@ class SampleLog:
       json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
     ]
     # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
-    with lost_output.counted(f"lines of {FILE}", len(rows)), self._file.open("ab") as file:
+    with terminal.optional_output(FILE), self._file.open("ab") as file:
       file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
     tasks = {
       task: list(group) for task, group in itertools.groupby(samples, operator.attrgetter("task"))

@@ -20,7 +20,7 @@ from rosetta_t5.inference.text_inference import (
   TextInference,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry.run_files.model_info import log_model_info
+from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 

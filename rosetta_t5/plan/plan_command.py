@@ -16,7 +16,7 @@ from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import StateMemory, is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
-from rosetta_t5.terminal.option_types import positive_integer
+from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from rosetta_t5.run_report.page import build_page, encode_data
 from rosetta_t5.run_report.run_folder import files_of_run, read_runs
-from rosetta_t5.terminal import ctrl_c
 from rosetta_t5.user_errors import ConfigError
 
 REFRESH_SECONDS = 5.0
@@ -110,7 +109,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def serve(folders: Sequence[str], port: int) -> None:
   """Serves the page until Ctrl-C."""
-  stopped = ctrl_c.Section("the page is no longer updated")
-  with ReportServer(folders, port) as server, ctrl_c.entered(stopped):
+  with ReportServer(folders, port) as server:
     print(f"{server.address}  refreshes every {REFRESH_SECONDS:g} s; Ctrl-C ends it", flush=True)
     server.serve_forever()

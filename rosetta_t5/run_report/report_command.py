@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rosetta_t5.files import write_atomically
 from rosetta_t5.run_report.page import build_page
 from rosetta_t5.run_report.run_folder import read_runs
-from rosetta_t5.terminal.option_types import machine_path
+from rosetta_t5.terminal import machine_path
 from rosetta_t5.user_errors import ConfigError
 
 _PAGE = "report.html"

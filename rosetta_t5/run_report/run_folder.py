@@ -18,7 +18,7 @@ import numpy as np
 
 from rosetta_t5.run_report.event_files import Events, Series, read_event_file
 from rosetta_t5.run_report.gin_text import gin_of_markdown, parse_bindings
-from rosetta_t5.telemetry.run_files.run_log import RUN_LOG
+from rosetta_t5.telemetry.run_files import RUN_LOG
 
 GROUPS = ("train", "training_eval", "inference_eval")
 _EVENT_FILE = "tfevents"

@@ -13,10 +13,10 @@ from typing import IO, Any
 
 import jax
 
+from rosetta_t5 import terminal
 from rosetta_t5.telemetry import run_metrics
 from rosetta_t5.telemetry.metrics_manager import as_floats, compute_values
 from rosetta_t5.telemetry.nonfinite import nonfinite_metrics
-from rosetta_t5.terminal import progress
 
 Metrics = Mapping[str, float]
 
@@ -77,7 +77,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self._total_steps = total_steps
     self._stream = stream or sys.stdout
     self._stack = contextlib.ExitStack()
-    self._bar: progress.Bar | None = None
+    self._bar: terminal.Bar | None = None
     self._line_printed = -math.inf
     # Steps whose metrics the devices may still be computing, and (time, step) of steps that are done.
     self._started: collections.deque[tuple[int, Any]] = collections.deque()
@@ -87,7 +87,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self.last_loss: float | None = None
 
   def __enter__(self) -> Progress:
-    shown = progress.bar(
+    shown = terminal.progress_bar(
       "step", self._total_steps, completed=self._first_step, stream=self._stream, line_period_s=0
     )
     self._bar = self._stack.enter_context(shown)
@@ -156,7 +156,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def print_line(self, text: str) -> None:
     """Prints a line on the first process, above the bar if there is one."""
-    print_line(text, self._stream)
+    terminal.print_line(text, self._stream)
 
   def _show_done_steps(self, ended: threading.Event) -> None:
     """Moves the bar to the last step that the devices have completed, until the display ends."""
@@ -192,9 +192,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       return []
     unit = " nats/token" if self._loss_per_token in values else ""
     return [f"loss {loss:.3g}{unit}" if abs(loss) < 0.1 else f"loss {loss:.3f}{unit}"]
-
-
-print_line = progress.print_line
 
 
 def loss_to_show(values: Metrics, loss_per_token: str = LOSS_PER_TOKEN) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,26 @@ import numpy as np
 from clu import values as clu_values
 
 from rosetta_t5.telemetry.metrics import set_step_metrics_num_steps, set_time_metrics_duration
-from rosetta_t5.telemetry.run_files.metric_writer import MetricWriter, make_tensorboard_writer
-from rosetta_t5.terminal import lost_output
+from rosetta_t5.telemetry.trackers import NullWriter
 
 PyTree = Any
 Values = Mapping[str, clu_values.Value]
 MakeWriter = Callable[[str, str], Any]
+_log = logging.getLogger(__name__)
+
+
+def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
+  """Returns clu's writer for the folder `summary_dir/name`; without TensorFlow, one that does nothing."""
+  try:
+    import tensorflow as tf
+    from clu import metric_writers
+  except ImportError as error:
+    hint = "pip install tensorflow tensorboard"
+    _log.warning("no TensorBoard files are written for %s: %s (%s)", name, error, hint)
+    return NullWriter(name)
+  # TensorFlow must not allocate the accelerator's memory to write a few numbers.
+  tf.config.set_visible_devices([], "GPU")
+  return metric_writers.SummaryWriter(os.path.join(summary_dir, name))
 
 
 class MetricsManager:
@@ -52,17 +67,14 @@ class MetricsManager:
         because it imports TensorFlow.
     """
     self.summary_dir = None if summary_dir is None else os.path.join(summary_dir, name)
-    self._writers: list[MetricWriter] = []
+    self._writers: list[_Writer] = []
     if summary_dir is not None and jax.process_index() == 0:
       root = os.fspath(summary_dir)
-      if "://" not in root:
-        with lost_output.counted("folders of metrics"):
-          os.makedirs(root, exist_ok=True)
-      self._writers.append(MetricWriter(functools.partial(make_writer, name, root)))
+      self._writers.append(_Writer(functools.partial(make_writer, name, root)))
       for make in extra_writers:
-        open_writer = functools.partial(make, name, root)
-        # Opened now rather than at the first write: a missing package is reported before training.
-        self._writers.append(MetricWriter(open_writer, open_writer()))
+        writer = _Writer(functools.partial(make, name, root))
+        writer.open()  # now: a missing package is reported before training
+        self._writers.append(writer)
     self._duration_timer = _DurationTimer()
     self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
     self._pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
@@ -70,7 +82,7 @@ class MetricsManager:
   @property
   def summary_writer(self) -> Any:
     """A clu MetricWriter whose calls run in the background, in order with the manager's writes."""
-    return _BackgroundWriter(functools.partial(self._submit, self._call_writers))
+    return _AllMethods(functools.partial(self._submit, self._call_writers))
 
   def write_scalar(self, key: str, val: Any, step: int) -> None:
     """Writes one number."""
@@ -113,6 +125,7 @@ class MetricsManager:
     def compute_and_write() -> dict[str, clu_values.Value]:
       values = compute_values(metrics, duration.result(), num_steps)
       self._write_values(step, values)
+      self._call_writers("flush")
       return values
 
     return self._submit(compute_and_write)
@@ -145,7 +158,7 @@ class MetricsManager:
 
   def _call_writers(self, method: str, *args: Any, **kwargs: Any) -> None:
     for writer in self._writers:
-      getattr(writer, method)(*args, **kwargs)
+      writer.call(method, *args, **kwargs)
 
   def _write_values(self, step: int, values: Values) -> None:
     scalars = as_floats(values)
@@ -154,8 +167,39 @@ class MetricsManager:
     if others and self._writers:
       from clu import metric_writers
 
-      for writer in self._writers:
-        metric_writers.write_values(writer, step, others)
+      metric_writers.write_values(_AllMethods(self._call_writers), step, others)
+
+
+class _Writer:
+  """A clu MetricWriter that is opened at its first write. An error does not end the run."""
+
+  def __init__(self, make: Callable[[], Any]):
+    self._make, self._writer = make, None
+
+  def open(self) -> None:
+    """Opens the writer."""
+    self._writer = self._make()
+
+  def call(self, method: str, *args: Any, **kwargs: Any) -> None:
+    """Calls a method of the writer; after an error, the next write opens it again."""
+    try:
+      if self._writer is None and method.startswith("write_"):
+        self.open()
+      if self._writer is not None:
+        getattr(self._writer, method)(*args, **kwargs)
+    except Exception as error:
+      _log.warning("metrics cannot be written: %s", error)
+      self._writer = None
+
+
+class _AllMethods:
+  """Has every method of a clu MetricWriter, and passes the calls on with the method's name first."""
+
+  def __init__(self, call_method: Callable[..., Any]):
+    self._call_method = call_method
+
+  def __getattr__(self, name: str) -> Callable[..., Any]:
+    return functools.partial(self._call_method, name)
 
 
 def as_floats(values: Values) -> dict[str, float]:
@@ -188,16 +232,6 @@ class _DurationTimer:
   def close(self) -> None:
     """Ends the thread."""
     self._thread.shutdown()
-
-
-class _BackgroundWriter:
-  """Has every method of a clu MetricWriter, and calls it in the background."""
-
-  def __init__(self, call_method: Callable[..., Any]):
-    self._call_method = call_method
-
-  def __getattr__(self, name: str) -> Callable[..., Any]:
-    return functools.partial(self._call_method, name)
 
 
 def _copy_if_scalar(leaf: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 
 from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
-from rosetta_t5.telemetry.run_files.model_info import count_parameters
+from rosetta_t5.telemetry.run_files import count_parameters
 
 _HEADER_WIDTH = len("computes")
 

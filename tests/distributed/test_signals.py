@@ -1,7 +1,8 @@
-"""Two processes that end together, after a signal to one of them."""
+"""Runs that end after a signal or Ctrl-C, alone and with another process."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 
@@ -10,18 +11,17 @@ from forked_python import python
 PROGRAM = """
 import signal, sys, time
 import jax
-from rosetta_t5.distributed import InterruptionListener
-from rosetta_t5.terminal import ctrl_c, progress
+from rosetta_t5.distributed import EvaluationInterrupted, InterruptionListener, until_interrupted
 
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-with InterruptionListener("this finishes", "all is kept"):
+with InterruptionListener():
   evaluated = 0
   try:
-    for evaluated in progress.track(range(3000), "evaluating", together=True):
+    for evaluated in until_interrupted(range(3000)):
       if evaluated == 3 and sys.argv[2] == "1":
         signal.raise_signal(signal.SIGTERM)
       time.sleep(0.02)
-  except ctrl_c.Interrupted:
+  except EvaluationInterrupted:
     print("ended after", evaluated, flush=True)
 """
 
@@ -39,3 +39,31 @@ def test_an_evaluation_of_two_processes_ends_on_both_after_the_same_batch():
   outputs = [process.communicate(timeout=100)[0] for process in processes]
   assert outputs[0].startswith("ended after ")
   assert outputs[0] == outputs[1]
+
+
+def test_the_first_ctrl_c_is_recorded_even_where_exceptions_are_swallowed_and_the_second_ends():
+  program = """
+import time
+from rosetta_t5.distributed import InterruptionListener
+with InterruptionListener() as listener:
+  try:
+    print("step", flush=True)
+    while not listener.should_stop(): time.sleep(0.01)
+  except BaseException:
+    pass
+  print(listener.by_ctrl_c, flush=True)
+  import hashlib
+  hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000_000)  # one call in C
+"""
+  # A shell's background jobs, of which the tests may be one, ignore Ctrl-C.
+  program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)" + program
+  command = [python(), "-c", program]
+  with subprocess.Popen(
+    command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+  ) as process:
+    for expected in ("step\n", "True\n"):
+      assert process.stdout.readline() == expected
+      process.send_signal(signal.SIGINT)
+    errors = process.stderr.read()
+  assert process.returncode == 130
+  assert "Ctrl-C: the run finishes this step" in errors

@@ -27,7 +27,6 @@ import tiny_models
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.terminal import ctrl_c
 from rosetta_t5.train import train
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.actions import ActionMode, BaseAction
@@ -122,7 +121,6 @@ def main(cache: str) -> None:
       # A killed process may have printed an incomplete line.
       print("\nended", os.waitpid(pid, 0)[1], flush=True)
     else:
-      ctrl_c.listen()
       try:
         run(model_dir, *map(int, numbers))
       except SystemExit as end:

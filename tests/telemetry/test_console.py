@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rosetta_t5 import terminal
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics import AveragePerStep
 
@@ -154,7 +155,7 @@ def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch):
   with console.Progress(0, 10, stream) as progress:
     progress.report(1, {"loss": 1.0})
     progress.print_line("x")
-  console.print_line("y", stream)
+  terminal.print_line("y", stream)
   assert (stream.getvalue(), progress.last_loss) == ("", 1.0)
 
 
@@ -180,19 +181,19 @@ def test_normalized_loss_is_not_divided_by_tokens():
 
 
 @pytest.fixture
-def terminal(monkeypatch):
+def screen(monkeypatch):
   """Yields (a stream to a real terminal, a function that returns what has been written to it)."""
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
-  screen, keyboard = pty.openpty()
-  os.set_blocking(screen, False)
+  master, keyboard = pty.openpty()
+  os.set_blocking(master, False)
   with open(keyboard, "w") as stream:
-    yield stream, lambda: os.read(screen, 100_000).decode()
-  os.close(screen)
+    yield stream, lambda: os.read(master, 100_000).decode()
+  os.close(master)
 
 
-def test_bar_moves_without_a_report_when_a_step_has_been_computed(terminal):
-  stream, written = terminal
+def test_bar_moves_without_a_report_when_a_step_has_been_computed(screen):
+  stream, written = screen
   with console.Progress(0, 1000, stream) as progress:
     progress.follow(7, {"loss": AveragePerStep(total=jnp.float32(2.5), steps=None)})
     time.sleep(1.0)
@@ -200,8 +201,8 @@ def test_bar_moves_without_a_report_when_a_step_has_been_computed(terminal):
   assert re.search(r"step 7/1000 .*━.* loss 2.500", text)
 
 
-def test_bar_stays_where_it_is_while_a_step_is_being_computed(terminal):
-  stream, written = terminal
+def test_bar_stays_where_it_is_while_a_step_is_being_computed(screen):
+  stream, written = screen
   with console.Progress(0, 1000, stream) as progress:
     x = jnp.full((500, 500), 0.1)
     loss = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ x), x).sum())(x)

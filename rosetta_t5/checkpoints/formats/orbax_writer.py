@@ -15,11 +15,11 @@ from typing import Any
 import tensorstore as ts
 from etils import epath
 
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays import checksums
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.tensorstores import kvstore, limited_cache, write_array
 from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.terminal import progress
 
 _COMMITTED = "Checkpoint commit was successful"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
@@ -42,7 +42,7 @@ def write(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> 
   # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
   stored: dict[str, checksums.ArrayChecksums] = {}
-  for name, array in progress.track(arrays.items(), "writing", len(arrays), "arrays"):
+  for name, array in terminal.track(arrays.items(), "writing", len(arrays), "arrays"):
     database = {
       "driver": "ocdbt",
       "base": kvstore(state),

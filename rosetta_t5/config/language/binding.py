@@ -19,7 +19,7 @@ from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
 from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
-from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean, last_line_of_user
+from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.
 gin.config.register_file_reader(open_recipe, find_recipe)
@@ -90,7 +90,7 @@ class _Binder:
     except Exception as error:
       raise ConfigError(
         f"importing {statement.module} failed: {type(error).__name__}: {error}\n"
-        f"  {_line_of_user(error)}"
+        f"  {_last_line(error)}"
       ) from error
 
   def _bind_value(self, binding: statements.Binding, namespace: Namespace) -> None:
@@ -195,8 +195,7 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
   return f"there is no module {missing!r}.{hint or ' Is its folder on PYTHONPATH?'}"
 
 
-def _line_of_user(error: Exception) -> str:
-  """Returns the last line of the traceback in the user's code, or else the last line."""
-  last = traceback.extract_tb(error.__traceback__)[-1]
-  found = last_line_of_user(error) or (last.filename, last.lineno or 0, last.line or "")
-  return str(statements.SourceLine(*found))
+def _last_line(error: Exception) -> str:
+  """Returns the last line of the traceback whose text is known."""
+  last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line][-1]
+  return str(statements.SourceLine(last.filename, last.lineno or 0, last.line or ""))

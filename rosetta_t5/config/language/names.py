@@ -21,7 +21,7 @@ from rosetta_t5.config.t5x.run_functions import (
   T5X_RUN_ALIASES,
   find_run_function,
 )
-from rosetta_t5.user_errors import ConfigError, FollowOnError, did_you_mean, refuse_exit
+from rosetta_t5.user_errors import ConfigError, FollowOnError, did_you_mean
 
 # Fields that flax adds to every module and that no recipe sets.
 _FLAX_FIELDS = {"parent", "name"}
@@ -61,8 +61,7 @@ class Namespace:
     self._failed.add(name)  # until the import has succeeded
     if allowed:
       allowed.check_import(statement.module)
-    with refuse_exit(statement.module):
-      self._context.process_import(statement)
+    self._context.process_import(statement)
     if statement.module == "__gin__.dynamic_registration":
       self._is_dynamic = True
     else:

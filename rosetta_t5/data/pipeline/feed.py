@@ -16,6 +16,7 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
+from rosetta_t5 import terminal
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.batch_checks import (
   TokenLimit,
@@ -27,7 +28,6 @@ from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_bat
 from rosetta_t5.data.pipeline.data_facts import Facts, compare_facts, data_facts
 from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
 from rosetta_t5.data.reading import BadExamples
-from rosetta_t5.telemetry import console
 
 if TYPE_CHECKING:
   import tensorflow as tf
@@ -232,7 +232,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     if self._facts is None:
       return
     if stored is None:
-      console.print_line(
+      terminal.print_line(
         f"note     the position {filename} does not state which data it belongs to (an older version "
         "saved it), so changes of the data cannot be detected"
       )
@@ -246,7 +246,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       )
     if notes:
       more = f" (and {len(notes) - 1} more)" if notes[1:] else ""
-      console.print_line(
+      terminal.print_line(
         f"note     the training data is the same in another place: {notes[0]}{more}"
       )
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rosetta_t5 import terminal
 from rosetta_t5.data import seqio_internals
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline import task_lookup
@@ -14,7 +15,6 @@ from rosetta_t5.data.pipeline.error_locations import naming_files
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.terminal import lost_output
 
 if TYPE_CHECKING:
   import seqio
@@ -89,14 +89,11 @@ def make_evaluator(
 
 
 def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
-  """Returns a logger that writes UTF-8, and counts what it cannot write instead of ending the run."""
+  """Returns a logger that writes UTF-8, and logs an error instead of raising it."""
   seqio_internals.write_utf8(logger)
 
   def log(*args: Any, **kwargs: Any) -> None:
-    with lost_output.counted("results of predictions", errors=Exception):
-      try:
-        logger(*args, **kwargs)
-      finally:
-        seqio_internals.check_event_files(logger)
+    with terminal.optional_output("the results of predictions", Exception):
+      logger(*args, **kwargs)
 
   return log

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -14,14 +12,13 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
+from rosetta_t5 import terminal
 from rosetta_t5.data.prepared.prepare import prepare
 from rosetta_t5.data.reading import ReadOptions
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
-from rosetta_t5.terminal import ctrl_c, progress
-from rosetta_t5.terminal.option_types import machine_path, percentage, positive_integer
-from rosetta_t5.terminal.standard_streams import optional_output
+from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _GIN_FILE = """\
 In a gin file:
@@ -59,16 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=run)
 
 
-@optional_output()
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
+  terminal.continue_without_output()
   columns = tuple(arguments.columns or ()) or None
   started = time.monotonic()
-  stopped = ctrl_c.Section(partial(_end_workers, pathlib.Path(arguments.out)))
   with (
-    ctrl_c.entered(stopped),
     _dask_executor(arguments.dask) as executor,
-    progress.bar("preparing", unit="shards", stream=sys.stderr) as bar,
+    terminal.progress_bar("preparing", unit="shards", stream=sys.stderr) as bar,
   ):
     manifest = prepare(
       arguments.input,
@@ -103,16 +98,8 @@ def _dask_executor(address: str | None) -> Iterator[Executor | None]:
     yield client.get_executor()
 
 
-def _show(bar: progress.Bar, done: int, shards: int, documents: int, text_bytes: int) -> None:
+def _show(bar: terminal.Bar, done: int, shards: int, documents: int, text_bytes: int) -> None:
   bar.update(done, shards, f"{documents:,} documents  {text_bytes / 1e6:,.1f} MB")
-
-
-def _end_workers(out: pathlib.Path) -> str:
-  """Ends the processes that tokenize, and returns what is kept."""
-  for process in multiprocessing.active_children():
-    process.kill()
-  complete = len(list((out / "shards").glob("*.json")))
-  return f"{complete} complete shards in {out} are kept; run the same command to continue"
 
 
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from absl import logging
 
+from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import announced_extra_ids, local_path
-from rosetta_t5.terminal import progress
 
 # The ids that T5's vocabularies have, as flags of SentencePiece's spm_train.
 T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
@@ -206,7 +206,7 @@ def train_sentencepiece(
     **T5_IDS,
   }
   try:
-    with progress.bar("training the vocabulary"):
+    with terminal.progress_bar("training the vocabulary"):
       sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_writer=model, **{**settings, **(options or {})}
       )

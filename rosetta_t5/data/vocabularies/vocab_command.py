@@ -21,8 +21,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   train_sentencepiece,
 )
 from rosetta_t5.files import write_atomically
-from rosetta_t5.terminal import ctrl_c
-from rosetta_t5.terminal.option_types import machine_path, positive_integer
+from rosetta_t5.terminal import machine_path, positive_integer
 
 _MAX_LINE_LENGTH = 4000  # characters
 _CHECKED_TEXTS = 500  # number of texts that are encoded and decoded to see what they lose
@@ -92,8 +91,7 @@ def _train(arguments: argparse.Namespace) -> int:
   lines = _sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
   given = {name: getattr(arguments, name) for name in _OPTIONS}
   options = lossless_options(arguments.size) | {n: v for n, v in given.items() if v is not None}
-  with ctrl_c.entered(ctrl_c.Section("no vocabulary was written")):
-    model = train_sentencepiece(lines, arguments.size, options)
+  model = train_sentencepiece(lines, arguments.size, options)
   write_atomically(out, model)
   size = arguments.size
   print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")

@@ -17,9 +17,9 @@ import numpy as np
 from etils import epath
 from safetensors import SafetensorError, safe_open
 
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 from rosetta_t5.files import read_json_object
-from rosetta_t5.terminal import progress
 
 # Where weights are looked for, in this order.
 NAMES = (
@@ -164,7 +164,7 @@ def _write_safetensors(path: epath.Path, arrays: Mapping[str, StoredArray]) -> N
   text += b" " * (-len(text) % 8)
   with open(path, "wb") as file:
     file.write(struct.pack("<Q", len(text)) + text)
-    for array in progress.track(arrays.values(), "writing", len(arrays), "arrays"):
+    for array in terminal.track(arrays.values(), "writing", len(arrays), "arrays"):
       for part in array.parts():
         file.write(np.ascontiguousarray(array.read(part)).tobytes())
     file.flush()

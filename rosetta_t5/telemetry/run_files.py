@@ -1,20 +1,70 @@
-"""`model-info.txt`: the size, logical axes and partitioning of every array of a train state."""
+"""The files about a run in MODEL_DIR: model-info.txt and run-log.jsonl."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-from flax import traverse_util
+from rosetta_t5.terminal import optional_output
 
-from rosetta_t5.terminal import lost_output
-
+RUN_LOG = "run-log.jsonl"
 _log = logging.getLogger(__name__)
+
+
+def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> None:
+  """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
+
+  Args:
+    event: `start`, `end` or `restored`.
+    **fields: numbers, texts, and lists and dictionaries of them.
+  """
+  import jax  # The report reads the log on machines without it, and faster.
+
+  if jax.process_index() != 0:
+    return
+  folder = pathlib.Path(model_dir)
+  with optional_output(RUN_LOG):
+    if event == "start":  # A folder that was moved during the run is not created again.
+      folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
+      file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+
+
+@contextlib.contextmanager
+def logged_failure(
+  model_dir: str | os.PathLike[str], get_step: Callable[[], int]
+) -> Iterator[None]:
+  """Inside the `with`, an error that ends the run is logged, in case the console is lost."""
+  try:
+    yield
+  except Exception as error:
+    log_event(model_dir, "end", step=get_step(), reason="failed", error=str(error))
+    raise
+
+
+def log_model_info(
+  log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
+) -> None:
+  """Writes `model_info` to `log_file`, or to the log if it is None, on the first process only."""
+  import jax
+
+  if jax.process_index() != 0:
+    return
+  text = model_info(full_train_state, partitioner)
+  if log_file is None:
+    _log.info("%s", text)
+    return
+  path = pathlib.Path(log_file)
+  with optional_output(path.name):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def model_info(full_train_state: Any, partitioner: Any) -> str:
@@ -40,28 +90,16 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   return "".join(f"{line}\n" for line in lines)
 
 
-@lost_output.counted("descriptions of the model")
-def log_model_info(
-  log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
-) -> None:
-  """Writes `model_info` to `log_file`, or to the log if it is None, on the first process only."""
-  if jax.process_index() != 0:
-    return
-  text = model_info(full_train_state, partitioner)
-  if log_file is None:
-    _log.info("%s", text)
-    return
-  path = pathlib.Path(log_file)
-  path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(text)
-
-
 def count_parameters(params: Any) -> int:
   """Returns the number of scalars in a tree of arrays or shapes."""
+  import jax
+
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
+  from flax import traverse_util
+
   leaves = traverse_util.flatten_dict(train_state.state_dict())
   return {path: leaf for path, leaf in leaves.items() if leaf is not None}
 

@@ -1,1 +1,0 @@
-"""The files about a run in MODEL_DIR: model-info.txt and run-log.jsonl."""

@@ -1,0 +1,286 @@
+"""The terminal of a command: its first line, progress bars, lines above them, and the types of its options."""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import functools
+import gc
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from typing import IO, Any, TypeVar
+
+T = TypeVar("T")
+
+LINE_PERIOD_S = 30.0  # between the lines of a long operation in a log file
+_log = logging.getLogger(__name__)
+
+
+class _LossyFile(io.FileIO):
+  """A standard stream that discards what cannot be written, because its reader or its disk is gone."""
+
+  def write(self, data: Any) -> int:
+    try:
+      return super().write(data)
+    except OSError:
+      return memoryview(data).nbytes
+
+
+def begin(name: str) -> None:
+  """Prints a line, because the imports that follow take seconds. Ctrl-C ends the process at once.
+
+  Args:
+    name: the command, such as "rosetta-t5 train".
+  """
+  for stream in ("stdout", "stderr"):
+    opened = getattr(sys, stream) or open(os.devnull, "w")  # noqa: SIM115
+    opened.reconfigure(errors="backslashreplace", line_buffering=True)
+    setattr(sys, stream, opened)
+  sys.stderr = _lossy(sys.stderr, sys.__stderr__)
+  # Python's own handler would wait for the end of a compilation. A background job ignores Ctrl-C.
+  if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  logging.basicConfig(format="note     %(message)s", level=logging.WARNING)
+  # Imports create a million objects that stay; at the default threshold, a third of their time is
+  # spent on looking for garbage among these.
+  gc.set_threshold(50_000, 20, 100)
+  atexit.register(gc.freeze)  # Python would look for garbage once more before it exits.
+  # With many processes, the first one prints a line for all when they have met.
+  silent = ("--multiprocess_gpu", "-h", "--help")
+  if not any(argument.startswith(silent) for argument in sys.argv[1:]):
+    print(f"{name} is loading its libraries …", file=sys.stderr)
+
+
+def continue_without_output() -> None:
+  """From now on, this process continues after its terminal, pipe or log file has failed or was closed."""
+  if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  sys.stdout = _lossy(sys.stdout, sys.__stdout__)
+
+
+def _lossy(stream: Any, own: Any) -> Any:
+  """Returns a stream for the same descriptor, unless something else has replaced Python's own stream."""
+  if stream is not own:
+    return stream
+  with contextlib.suppress(OSError):
+    stream.flush()
+  raw = io.BufferedWriter(_LossyFile(stream.fileno(), "w", closefd=False))
+  return io.TextIOWrapper(raw, stream.encoding, "backslashreplace", line_buffering=True)
+
+
+def finish_output() -> None:
+  """Flushes standard output or, if that fails, discards what is left: Python would retry at its exit."""
+  try:
+    sys.stdout.flush()
+  except OSError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def optional_output(what: str, errors: type[Exception] = OSError) -> Iterator[None]:
+  """Inside the `with`, an error is logged: a run does not end because `what` cannot be written."""
+  try:
+    yield
+  except errors as error:
+    _log.warning("%s cannot be written: %s", what, error)
+
+
+class Bar:
+  """The progress of one operation.
+
+  Attributes:
+    completed: how much is done.
+    is_drawn: whether a terminal shows the bar.
+  """
+
+  def __init__(self, display: Any, label: str, total: float | None, unit: str, completed: float):
+    self._display, self._label, self._unit = display, label, unit
+    self._total, self.completed, self._text = total, completed, ""
+    self.is_drawn = not display.disable
+    self._task = display.add_task(label, total=total, text="", amount="")
+    self.update()
+
+  def advance(self, count: float = 1) -> None:
+    """Adds to what is completed."""
+    self.update(self.completed + count)
+
+  def update(
+    self, completed: float | None = None, total: float | None = None, text: str | None = None
+  ) -> None:
+    """Changes what is shown; None leaves it as it is."""
+    self.completed = self.completed if completed is None else completed
+    self._total = self._total if total is None else total
+    self._text = self._text if text is None else text
+    fields = {"amount": self._amount(), "text": self._text}
+    self._display.update(self._task, completed=self.completed, total=self._total, **fields)
+
+  def line(self) -> str:
+    """Returns what is shown as a line of text."""
+    return "  ".join(filter(None, [self._label, self._amount(), self._text]))
+
+  def _amount(self) -> str:
+    """Returns what is completed, such as "12/64 arrays" or "0.50/2.00 GB"; "" before anything is."""
+    digits = ".2f" if self._unit == "GB" else ".0f"
+    total = "" if self._total is None else f"/{self._total:{digits}}"
+    return f"{self.completed:{digits}}{total} {self._unit}".rstrip() * bool(self.completed or total)
+
+
+@contextlib.contextmanager
+def progress_bar(
+  label: str,
+  total: float | None = None,
+  unit: str = "",
+  completed: float = 0,
+  stream: IO[str] | None = None,
+  line_period_s: float = LINE_PERIOD_S,
+) -> Iterator[Bar]:
+  """Shows the progress of an operation on the first process: a bar on a terminal, else lines.
+
+  Args:
+    label: what is done, such as "restoring checkpoint_100".
+    total: how much there is to do; None if that is unknown.
+    unit: of `total`; amounts in "GB" get decimals.
+    completed: how much is done already.
+    stream: where to show it; None for standard output.
+    line_period_s: seconds between lines where there is no terminal; 0 prints none.
+  """
+  from rich import progress
+
+  console = _console_of(stream or sys.stdout)
+  display = progress.Progress(
+    progress.TextColumn("{task.description} {task.fields[amount]}", markup=False),
+    progress.BarColumn(bar_width=16),
+    progress.TextColumn("{task.fields[text]}", markup=False),
+    progress.TimeElapsedColumn(),
+    console=console,
+    refresh_per_second=4,
+    transient=True,
+    redirect_stdout=sys.stdout.isatty(),
+    redirect_stderr=sys.stderr.isatty(),
+    disable=not (console.is_interactive and _is_first_process()),
+  )
+  bar, ended = Bar(display, label, total, unit, completed), threading.Event()
+  with display:
+    if bar.is_drawn:
+      console.show_cursor()  # A process that Ctrl-C ends at once would leave it hidden.
+    elif line_period_s:
+      arguments = (bar, stream, line_period_s, ended)
+      threading.Thread(target=_print_lines, args=arguments, daemon=True).start()
+    try:
+      yield bar
+    finally:
+      ended.set()
+
+
+def track(
+  items: Iterable[T],
+  label: str,
+  total: float | None = None,
+  unit: str = "",
+  stream: IO[str] | None = None,
+) -> Generator[T, None, None]:
+  """Yields the items, and shows how many have been used (see `progress_bar`)."""
+  with progress_bar(label, total, unit, stream=stream) as bar:
+    for item in items:
+      yield item
+      bar.advance()
+
+
+def print_line(text: str, stream: IO[str] | None = None) -> None:
+  """Prints a line on the first process, above the bars if there are any, in one write."""
+  if _is_first_process():
+    _console_of(stream or sys.stdout).out(text, highlight=False)
+
+
+def _print_lines(bar: Bar, stream: IO[str] | None, period_s: float, ended: threading.Event) -> None:
+  started = time.monotonic()
+  while not ended.wait(period_s):
+    print_line(f"{bar.line()}  after {time.monotonic() - started:.0f} s", stream)
+
+
+def _console_of(stream: Any) -> Any:
+  """Returns the only console of a stream; while bars are drawn, rich replaces the stream."""
+  return _make_console(getattr(stream, "rich_proxied_file", stream))
+
+
+@functools.lru_cache(maxsize=2)
+def _make_console(stream: Any) -> Any:
+  from rich.console import Console
+
+  # Open MPI gives each of its processes a terminal, even if their output goes to a log file.
+  is_terminal = False if "OMPI_COMM_WORLD_RANK" in os.environ else None
+  return Console(file=stream, force_terminal=is_terminal)
+
+
+def _is_first_process() -> bool:
+  """Returns whether this is process 0 of its run; the processes of a run may not have met yet."""
+  jax = sys.modules.get("jax")
+  return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def positive_integer(text: str) -> int:
+  """Returns a positive integer.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  if not text.isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+  return int(text)
+
+
+def positive_number(text: str) -> float:
+  """Returns a number greater than 0.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  with contextlib.suppress(ValueError):
+    if 0 < (number := float(text)) < float("inf"):
+      return number
+  raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
+
+
+def machine_path(text: str) -> str:
+  """Returns a path on this machine.
+
+  Raises:
+    ArgumentTypeError: the path is in remote storage.
+  """
+  if "://" in text:
+    raise argparse.ArgumentTypeError(f"must be a path on this machine, got {text!r}")
+  return text
+
+
+def percentage(text: str) -> float:
+  """Returns a number from 0 to 100.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  with contextlib.suppress(ValueError):
+    if 0 <= (number := float(text)) <= 100:
+      return number
+  raise argparse.ArgumentTypeError(f"must be a number from 0 to 100, got {text!r}")
+
+
+def feature_lengths(text: str) -> dict[str, int]:
+  """Returns the lengths of features, such as {"inputs": 512, "targets": 128}.
+
+  Raises:
+    ArgumentTypeError: the text is not like inputs=512,targets=128.
+  """
+  lengths = {}
+  for part in text.split(","):
+    name, _, length = part.partition("=")
+    if not name or not length.isdecimal() or int(length) < 1:
+      raise argparse.ArgumentTypeError(f"must be like inputs=512,targets=128, got {text!r}")
+    lengths[name] = int(length)
+  return lengths
