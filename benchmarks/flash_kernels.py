@@ -20,7 +20,7 @@ from rosetta_t5.gpu_program.compiler import (
   tracing_for,
   use_compiler_without_gpu,
 )
-from rosetta_t5.gpu_program.ptx import kernel_resources
+from rosetta_t5.gpu_program.kernels import kernel_resources
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import Segments
 from rosetta_t5.telemetry.gpus import GPUS

@@ -26,7 +26,7 @@ from rosetta_t5.out_of_memory import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.plan.hardware import placement
+from rosetta_t5.plan.estimate import placement
 from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
 from rosetta_t5.telemetry.report import RunDescription, RunSetup

@@ -1,9 +1,16 @@
-"""Reads XLA's optimized programs (HLO, as text) into computations and instructions."""
+"""Reads XLA's optimized programs (HLO, as text): instructions, and the arrays that are live at the peak.
+
+XLA reports where it puts each array (its buffer assignment) and when the array exists (its live ranges).
+Its own list of the arrays at the peak counts the result of a loop beside the array that the loop writes, so
+it can name another moment.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -152,3 +159,175 @@ def _closing_parenthesis(text: str) -> int:
     if depth == 0:
       return position
   return len(text)
+
+
+_ALLOCATION = re.compile(r"^allocation (\d+):", re.MULTILINE)
+_PLACED = re.compile(
+  r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
+)
+_RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
+_INDEX = re.compile(r"\bindex=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveArray:
+  """An array that is live at the peak: its type and shape, its source, its bytes."""
+
+  shape: str
+  source: str
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Buffer:
+  """A piece of memory, which can hold several arrays one after the other."""
+
+  allocation: str
+  offset: int
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _LiveRange:
+  """An array, and the first and last position in the schedule at which it is in its buffer."""
+
+  start: int
+  end: int
+  instruction: Instruction
+  index: str
+
+
+def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
+  """Returns the arrays that are live at peak memory, largest first.
+
+  Args:
+    assignment: XLA's report on its buffer assignment.
+    live_ranges: XLA's report on live ranges.
+    program: the same program.
+  """
+  ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
+  changes: collections.Counter[int] = collections.Counter()
+  for buffer, members in ranges_of.items():
+    for start, end in _merged(members):
+      changes[start] += buffer.bytes
+      changes[end + 1] -= buffer.bytes
+  times = sorted(changes)
+  sums = list(itertools.accumulate(changes[time] for time in times))
+  peak = times[sums.index(max(sums))] if sums else 0
+  found = []
+  for buffer, members in ranges_of.items():
+    # The last one to arrive, if one array overwrites another.
+    present = [live for live in members if live.start <= peak <= live.end]
+    if present:
+      live = max(present, key=lambda live: live.start)
+      found.append(_described(live, buffer))
+  return sorted(found, key=lambda each: -each.bytes)
+
+
+def _ranges_by_buffer(
+  assignment: str, live_ranges: str, program: Program
+) -> dict[_Buffer, list[_LiveRange]]:
+  """Returns the arrays in each buffer."""
+  buffers: dict[tuple[str, str], _Buffer] = {}
+  parts = _ALLOCATION.split(assignment)
+  for number, text in zip(parts[1::2], parts[2::2], strict=True):
+    for name, index, size, offset in _PLACED.findall(text):
+      buffers[name, index] = _Buffer(number, int(offset), int(size))
+  ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
+  aliases = _Aliases(program)
+  ranges, _, _ = live_ranges.partition("(peak)")
+  for name, index, start, end in _RANGE.findall(ranges):
+    instruction = aliases.defined.get(name)
+    found = (buffers.get(alias) for alias in aliases.of(name, index))
+    buffer = next((each for each in found if each is not None), None)
+    if buffer is not None and instruction is not None:
+      ranges_of[buffer].append(_LiveRange(int(start), int(end), instruction, index))
+  return ranges_of
+
+
+class _Aliases:
+  """Finds the names that instructions have for one array.
+
+  The result of a loop, the parameter of its body and the array that an iteration writes, which can be one
+  of several results of a fusion, share a buffer, which XLA reports for one of them.
+
+  Attributes:
+    defined: name → instruction.
+  """
+
+  def __init__(self, program: Program) -> None:
+    self.defined = {n: i for body in program.computations.values() for n, i in body.items()}
+    self._roots: dict[str, Instruction] = {}
+    self._arguments: dict[str, str] = {}
+    for caller in [*self.defined.values()]:
+      if caller.opcode not in ("while", "call"):
+        continue
+      body = [*program.computations[caller.called[-1]].values()]
+      self._roots[caller.name] = body[-1]
+      for parameter in body:
+        if parameter.opcode == "parameter":
+          self._arguments[parameter.name] = caller.operands[int(parameter.operands[0])]
+
+  def of(self, name: str, index: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, index) of the array itself, and of what it is a part or the result of."""
+    path = tuple(index.split(",")) if index else ()
+    seen: set[tuple[str, tuple[str, ...]]] = set()
+    pending = [(name, path)]
+    while pending:
+      name, path = pending.pop()
+      if (name, path) in seen or name not in self.defined:
+        continue
+      seen.add((name, path))
+      yield name, ",".join(path)
+      pending += self._sources(self.defined[name], path)
+
+  def _sources(
+    self, instruction: Instruction, path: tuple[str, ...]
+  ) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields what an array, a part `path` of an instruction's result, is the same as."""
+    if instruction.name in self._roots:
+      yield self._roots[instruction.name].name, path
+    elif instruction.name in self._arguments:
+      yield self._arguments[instruction.name], path
+    elif instruction.opcode == "tuple" and path:
+      yield instruction.operands[int(path[0])], path[1:]
+    elif instruction.opcode == "get-tuple-element":
+      yield instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
+    elif instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
+      yield instruction.operands[0], path
+
+
+def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:
+  """Yields the periods in which a buffer is in use."""
+  ordered = sorted((live.start, live.end) for live in ranges)
+  start, end = ordered[0]
+  for following, last in ordered[1:]:
+    if following > end:
+      yield start, end
+      start = following
+    end = max(end, last)
+  yield start, end
+
+
+def _described(live: _LiveRange, buffer: _Buffer) -> LiveArray:
+  instruction = live.instruction
+  number = int(live.index.split(",")[0]) if live.index else 0
+  array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
+  shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+  return LiveArray(shape, short_source(instruction.source) or instruction.name, buffer.bytes)
+
+
+def short_source(op_name: str) -> str:
+  """Returns XLA's `op_name` without the parts that are the same in all steps, for one line of a table.
+
+  The layers of a stack have the same source, so that their kernels can be added up.
+  """
+  direction = "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else ""
+  parts: list[str] = []
+  for part in op_name.split("/"):
+    if "(" in part or "." in part:
+      continue
+    part = re.sub(r"_\d+$", "", part) if part.startswith("layers_") else part
+    if not parts or parts[-1] != part:
+      parts.append(part)
+  return " ".join(word for word in (direction, "/".join(parts)) if word)

@@ -10,9 +10,8 @@ from typing import Any
 
 from rosetta_t5.gpu_program import kernels
 from rosetta_t5.gpu_program.compiler import CompiledProgram
-from rosetta_t5.gpu_program.hlo import parse_program
-from rosetta_t5.gpu_program.live_arrays import LiveArray, live_arrays
-from rosetta_t5.gpu_program.ptx import KernelResources, kernel_resources
+from rosetta_t5.gpu_program.hlo import LiveArray, live_arrays, parse_program
+from rosetta_t5.gpu_program.kernels import KernelResources, kernel_resources
 from rosetta_t5.gpu_program.roofline import Timeline, sum_by_kind, time_program
 from rosetta_t5.telemetry.gpus import Gpu
 

@@ -21,8 +21,8 @@ from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.partition_specs import partition_specs_of
-from rosetta_t5.plan import fitting
-from rosetta_t5.plan.hardware import expected_devices, placement
+from rosetta_t5.plan.configurations import GPU, changes_that_fit
+from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
 from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
 from rosetta_t5.plan.workload import (
@@ -80,7 +80,7 @@ class Plan:
   """A resolved run, and what follows from it."""
 
   resolved: ResolvedRun
-  gpu: Gpu = fitting.GPU
+  gpu: Gpu = GPU
 
   def __getitem__(self, name: str) -> Any:
     """Returns an argument of the run; None if it is absent."""
@@ -305,8 +305,8 @@ def _memory_rows(plan: Plan) -> Rows:
   if not plan.is_training:
     return [_memory_row(state_bytes(plan.state, plan.specs, plan.mesh))]
   memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
-  changes = fitting.changes_that_fit(plan.state, plan.specs, plan.work)
-  return [*flops_rows(plan), memory, *labeled(f"for {size_text(fitting.GPU.memory)}", changes)]
+  changes = changes_that_fit(plan.state, plan.specs, plan.work)
+  return [*flops_rows(plan), memory, *labeled(f"for {size_text(GPU.memory)}", changes)]
 
 
 def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
 from rosetta_t5.config.trust import add_trust_options, allowed_by
-from rosetta_t5.plan.configurations import best_configurations
+from rosetta_t5.plan.configurations import USABLE, best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
-from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import StateMemory, is_known, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 from rosetta_t5.terminal import positive_integer

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu_program
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
 from benchmarks.flash_kernels import KERNELS, compile_attention  # noqa: E402
-from rosetta_t5.gpu_program.ptx import kernel_resources  # noqa: E402
+from rosetta_t5.gpu_program.kernels import kernel_resources  # noqa: E402
 from rosetta_t5.telemetry.gpus import GPUS  # noqa: E402
 
 # The instruction of each generation's tensor cores.

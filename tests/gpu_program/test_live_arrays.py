@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from rosetta_t5.gpu_program.hlo import parse_program
-from rosetta_t5.gpu_program.live_arrays import live_arrays
+from rosetta_t5.gpu_program.hlo import live_arrays, parse_program
 
 PROGRAM = """HloModule step
 %body (p: (f32[100])) -> (f32[100]) {

@@ -10,7 +10,7 @@ import pytest
 from rosetta_t5.cli import main
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.language.allow_list import STRICT
-from rosetta_t5.gpu_program.steps import lower_step
+from rosetta_t5.gpu_program.compile_command import lower_step
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.telemetry.gpus import GPUS
 

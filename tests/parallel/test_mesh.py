@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.parallel.mesh import hybrid_grid, mesh_config
-from rosetta_t5.plan.hardware import placement
+from rosetta_t5.plan.estimate import placement
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import gin
 import pytest
 
 from rosetta_t5.config import run_from_command_line
+from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import Plan
-from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import StateMemory, size_text
 
 EXAMPLES = pathlib.Path("gin/examples")

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.t5_config import T5Config
 from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
-from rosetta_t5.plan.fitting import changes_that_fit, possible_microbatches
+from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
 

@@ -9,9 +9,9 @@ import re
 import pytest
 
 from rosetta_t5.config import run_from_command_line
+from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.plan.estimate import estimate_step
-from rosetta_t5.plan.fitting import USABLE
 from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.telemetry.gpus import GPUS
 
