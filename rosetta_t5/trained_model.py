@@ -19,7 +19,7 @@ from rosetta_t5.config.language.allow_list import STRICT, AllowList
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
-from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
+from rosetta_t5.config.model_file import ARGUMENTS, NAME, ModelFile, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
@@ -93,52 +93,43 @@ def read_run(
   restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
   if checkpoints.is_hugging_face(path):
     restore_cfg = dataclasses.replace(restore_cfg, resize_vocabulary=True)  # for added tokens
-    return _read_hugging_face(path, flags, allowed, used), restore_cfg
+    with tempfile.TemporaryDirectory() as scratch:
+      return _read_gin(_write_recipe(path, scratch), flags, allowed, used), restore_cfg
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   if config_file.parent == path:
     restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
-  return _read_model_dir(config_file, flags, allowed, used), restore_cfg
-
-
-def _read_model_dir(
-  config_file: pathlib.Path,
-  flags: Sequence[str],
-  allowed: AllowList | None,
-  used: Collection[str] | None,
-) -> Mapping[str, Any]:
-  """Returns the arguments of `train` from model.json if it suffices, else from config.gin."""
+  run = _read_model_file(config_file.with_name(NAME), allowed)
   command = parse_command_line(["rosetta-t5", *flags])
-  model_file = config_file.with_name(NAME)
-  run = read_model_file(model_file) if model_file.is_file() else None
-  if run is not None:
-    use_data_folders(run.surroundings)
-    check_modules(allowed.modules if allowed else (), run.surroundings)
   needs_gin = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
   if run is not None and run.is_complete and not needs_gin:
     join_run(command)
     run.import_modules()
-    return run
+    return run, restore_cfg
   arguments = _read_gin(config_file, flags, allowed, used)
   if run is not None and not any("vocab" in flag.lower() for flag in flags):
     arguments["model"] = run.with_copied_vocabularies(arguments["model"])
-  return arguments
+  return arguments, restore_cfg
 
 
-def _read_hugging_face(
-  folder: pathlib.Path,
-  flags: Sequence[str],
-  allowed: AllowList | None,
-  used: Collection[str] | None,
-) -> dict[str, Any]:
-  """Returns the arguments of `train` from the gin file that is made for a Hugging Face folder."""
+def _read_model_file(file: pathlib.Path, allowed: AllowList | None) -> ModelFile | None:
+  """Returns what a run's model.json describes, and lets tasks read its data; None without the file."""
+  if not file.is_file():
+    return None
+  run = read_model_file(file)
+  use_data_folders(run.surroundings)
+  check_modules(allowed.modules if allowed else (), run.surroundings)
+  return run
+
+
+def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:
+  """Writes the gin file that is made for a Hugging Face folder."""
   text, notes = hugging_face_recipe(folder)
   for note in notes:
     terminal.print_line(f"note: {folder.name}: {note}", sys.stderr)
-  with tempfile.TemporaryDirectory() as scratch:
-    file = pathlib.Path(scratch, f"{folder.name}.gin")
-    file.write_text(text)
-    return _read_gin(file, flags, allowed, used)
+  file = pathlib.Path(scratch, f"{folder.name}.gin")
+  file.write_text(text)
+  return file
 
 
 def _read_gin(

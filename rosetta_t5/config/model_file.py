@@ -20,24 +20,20 @@ import copy
 import dataclasses
 import functools
 import importlib
-import inspect
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import gin
 from gin.config import ConfigurableReference
 
 from rosetta_t5 import manifest
-from rosetta_t5.argument_types import Positive
-from rosetta_t5.config.checks import declared_types
 from rosetta_t5.config.language import allow_list, gin_internals
-from rosetta_t5.config.language.names import bound_arguments, check_argument, defaults
+from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import leaves
 from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
-from rosetta_t5.files import write_atomically
+from rosetta_t5.files import read_json_object, write_atomically
 from rosetta_t5.user_errors import ConfigError
 
 NAME = "model.json"
@@ -57,7 +53,6 @@ _LENGTHS = "task_feature_lengths"
 _VOCABULARIES = "vocabularies"
 _SURROUNDINGS = "surroundings"
 _SIDES = {"input_vocabulary", "output_vocabulary"}
-_MAX_BYTES = 1 << 20
 _PLAIN = (bool, int, float, str, type(None))
 # The key of the list of functions and classes that only config.gin can refer to.
 _OTHERS = "only_in_config_gin"
@@ -103,22 +98,18 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
     ConfigError: it is not a model file, one of a later version, or was changed since it was written.
   """
   try:
-    if file.stat().st_size > _MAX_BYTES:
-      raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json_object(file)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} is not a model file: {error}") from error
-  version = content.get("version") if isinstance(content, dict) else None
-  if version != _VERSION:
+  if (version := content.get("version")) != _VERSION:
     raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
   content.pop(_OLD_CHECKSUM, None)
   try:
     manifest.verify(file.parent, lambda name: name == file.name)
   except manifest.DamagedFileError as error:
     raise ConfigError(f"{error}. If you edited it, remove {manifest.NAME} beside it") from error
-  if _OTHERS in content:
-    return ModelFile(file, content)
-  if missing := {"model", "partitioner", _LENGTHS} - content.keys():
+  missing = {"model", "partitioner", _LENGTHS} - content.keys()
+  if missing and _OTHERS not in content:
     raise ConfigError(f"{file} must describe {' and '.join(sorted(missing))}")
   return ModelFile(file, content)
 
@@ -131,13 +122,10 @@ def read_network_config(file: pathlib.Path) -> dict[str, Any] | None:
   Raises:
     ConfigError: see `read_model_file`.
   """
-  described = read_model_file(file)
-  node: Any = described.content["model"] if described is not None else None
-  for name in ("module", "config"):
+  node: Any = read_model_file(file).content
+  for name in ("model", "module", "config"):
     node = node.get(name) if isinstance(node, dict) else None
-  if not isinstance(node, dict):
-    return None
-  return {name: _build(value, name) for name, value in node.items() if not name.startswith("@")}
+  return _arguments(node) if isinstance(node, dict) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +163,7 @@ class ModelFile(Mapping[str, Any]):
     nodes = open_inputs(described, self.file.parent) if isinstance(described, dict) else {}
     changed = copy.copy(model)
     for name in _SIDES.intersection(nodes):
-      setattr(changed, f"_{name}", _build(nodes[name], f"{_VOCABULARIES}.{name}"))
+      setattr(changed, f"_{name}", _build(nodes[name]))
     return changed
 
   def import_modules(self) -> None:
@@ -195,104 +183,44 @@ class ModelFile(Mapping[str, Any]):
 
     Raises:
       KeyError: the file does not have it.
-      ConfigError: the file names what it may not, or a value has a wrong type.
+      ConfigError: the file names what it may not, or a function cannot be called with its values.
     """
     from rosetta_t5.data.dataset_config import imports_limited_to
 
     node = self.content[name]
-    declared = _declared_types().get(name)
-    if declared is None:
-      raise ConfigError(f"{self.file}: there is no argument {name!r}")
     try:
       with imports_limited_to(allow_list.STRICT.importable):
-        value = _build(open_inputs(node, self.file.parent), name)
-    except RecursionError:
-      raise ConfigError(f"{self.file}: {name} is nested too deeply") from None
-    except ConfigError as error:
-      raise ConfigError(f"{self.file}: {error}") from error
-    _check_type(value, declared, f"{self.file}: {name}")
-    if name == "model":
-      _check_model(value, self.file)
-    return value
+        return _build(open_inputs(node, self.file.parent))
+    except (ConfigError, RecursionError) as error:
+      raise ConfigError(f"{self.file}: {name}: {error}") from error
 
 
-def _check_model(model: Any, file: pathlib.Path) -> None:
-  """Checks the arguments of a model for which no type is declared, because users have their own."""
-  from rosetta_t5.data.tensorflow_import import import_seqio
-
-  seqio, converter = import_seqio(), model.FEATURE_CONVERTER_CLS
-  decode = getattr(model.decode_fn, "func", model.decode_fn)
-  is_valid = {
-    "input_vocabulary": isinstance(model.input_vocabulary, seqio.Vocabulary),
-    "output_vocabulary": isinstance(model.output_vocabulary, seqio.Vocabulary),
-    "feature_converter_cls": inspect.isclass(converter)
-    and issubclass(converter, seqio.FeatureConverter),
-    "decode_fn": str(allow_list.public_name(decode)).startswith("t5x.decoding."),
-  }
-  if wrong := [name for name, valid in is_valid.items() if not valid]:
-    raise ConfigError(f"{file}: model.{wrong[0]} has a value of another kind")
-
-
-def _declared_types() -> dict[str, Any]:
-  """Returns the types of the arguments of `train`."""
-  from rosetta_t5.data import DatasetConfig
-  from rosetta_t5.models import BaseTransformerModel
-  from rosetta_t5.parallel import BasePartitioner
-
-  datasets = {name: DatasetConfig | None for name in ARGUMENTS if name.endswith("_cfg")}
-  others = {_LENGTHS: Mapping[str, Positive], "eval_steps": Positive}
-  return {"model": BaseTransformerModel, "partitioner": BasePartitioner, **datasets, **others}
-
-
-def _build(node: Any, where: str) -> Any:
-  """Returns the value that JSON describes; `where` is its name, such as model.module."""
+def _build(node: Any) -> Any:
+  """Returns the value that JSON describes."""
   match node:
     case {"@call": str(name)}:
-      return _call(name, node, where)
+      function, arguments = allow_list.find_public(name), _arguments(node)
+      try:
+        return function(**arguments)
+      except Exception as error:
+        raise ConfigError(f"{name} cannot be built: {error}") from error
     case {"@name": str(name)}:
-      function = allow_list.find_public(name)
-      built = _arguments(function, node, where)
-      return functools.partial(function, **built) if built else function
+      function, arguments = allow_list.find_public(name), _arguments(node)
+      return functools.partial(function, **arguments) if arguments else function
     case {"@tuple": list(items)}:
-      return tuple(_build(item, f"{where}[{n}]") for n, item in enumerate(items))
+      return tuple(map(_build, items))
     case list():
-      return [_build(item, f"{where}[{n}]") for n, item in enumerate(node)]
+      return list(map(_build, node))
     case dict() if not any(key.startswith("@") for key in node):
-      return {key: _build(item, f"{where}[{key!r}]") for key, item in node.items()}
+      return _arguments(node)
     case dict():
-      raise ConfigError(f"{where} must be a value of a model file, got {node}")
+      raise ConfigError(f"{node} is not a value of a model file")
     case _:
       return node
 
 
-def _call(name: str, node: Mapping[str, Any], where: str) -> Any:
-  function = allow_list.find_public(name)
-  built = _arguments(function, node, where)
-  try:
-    return function(**built)
-  except Exception as error:
-    raise ConfigError(f"{where} cannot be built: {error}") from error
-
-
-def _arguments(function: Any, described: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """Returns the arguments of a function, built and checked against its signature."""
-  configurable: Any = SimpleNamespace(wrapped=function, name=function.__name__)
-  built = {}
-  for name, node in described.items():
-    if name.startswith("@"):
-      continue
-    check_argument(configurable, name)
-    value = built[name] = _build(node, f"{where}.{name}")
-    declared = declared_types.declared_type(configurable, name)
-    if isinstance(declared, type) or all(isinstance(leaf, _PLAIN) for leaf in leaves(value)):
-      _check_type(value, declared, f"{where}.{name}")
-  return built
-
-
-def _check_type(value: Any, declared: Any, where: str) -> None:
-  if not declared_types.accepts(value, declared):
-    part, wrong, of_part = declared_types.wrong_part(value, declared, where)
-    raise ConfigError(f"{part} must be {declared_types.describe(of_part)}, got {wrong!r}")
+def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: _build(value) for name, value in node.items() if not name.startswith("@")}
 
 
 def _may_import(module: Any) -> bool:
