@@ -187,8 +187,9 @@ def _transformers_outputs(
     targets_1T = np.where(targets_1T == 0, start, targets_1T)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
+    random = torch.Generator().manual_seed(0)
     for parameter in model.parameters() if change else ():
-      parameter.mul_(1 + change * torch.randn_like(parameter))
+      parameter.mul_(1 + change * torch.randn(parameter.shape, generator=random))
     if settings.is_gpt:
       outputs = model(input_ids=targets).logits
     elif settings.network.num_decoder_layers:
