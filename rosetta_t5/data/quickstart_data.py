@@ -96,16 +96,14 @@ def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
     part = train[index * per_file : (index + 1) * per_file]
     _write_lines(folder / f"train-{index:05}-of-{_TRAIN_FILES:05}.txt", part)
   _write_lines(folder / "validation-00000-of-00001.txt", validation)
-  model = train_sentencepiece(train, VOCAB_SIZE - EXTRA_IDS)
-  (folder / VOCABULARY_FILE).write_bytes(model)
-  facts = {
+  (folder / VOCABULARY_FILE).write_bytes(train_sentencepiece(train, VOCAB_SIZE - EXTRA_IDS))
+  manifest = {
     "source": f"docstrings and comments of the standard library of Python {platform.python_version()}",
     "train_paragraphs": len(train),
     "validation_paragraphs": len(validation),
     "characters": sum(map(len, paragraphs)),
-    "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
   }
-  (folder / _MANIFEST).write_text(json.dumps(facts, indent=2) + "\n")
+  (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
 def _write_lines(path: pathlib.Path, lines: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import pathlib
 import random
 from collections import Counter
@@ -77,9 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train(arguments: argparse.Namespace) -> int:
   out = pathlib.Path(arguments.out).absolute()
-  if out.is_dir():
-    raise ValueError(f"--out {arguments.out} is a folder: give the file to write")
-  if os.path.lexists(out):
+  if out.exists():
     raise ValueError(
       f"--out {arguments.out} exists, and models may have been trained with it: set another file, or "
       "remove it"
