@@ -112,7 +112,11 @@ def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, mon
     ("vocab train --input text.txt --size 0 --out out", 2, "must be a positive integer, got '0'"),
     ("vocab train --input text.txt --size 9999 --out out", 1, "Please set it to a value <= "),
     ("vocab train --input none.txt --out out", 1, "There is no file 'none.txt'"),
-    ("vocab train --input text.txt --out folder", 1, "folder exists, and models may have been trained"),
+    (
+      "vocab train --input text.txt --out folder",
+      1,
+      "folder exists, and models may have been trained",
+    ),
     ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
     ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
     ("prepare --validation-percent nan", 2, "must be a number from 0 to 100, got 'nan'"),

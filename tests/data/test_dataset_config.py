@@ -67,12 +67,3 @@ def test_an_import_error_inside_the_module_is_raised_unchanged(
   monkeypatch.syspath_prepend(tmp_path)
   with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
     import_module("tasks_of_mine")
-
-
-def test_a_module_that_ends_the_program_is_refused(
-  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  (tmp_path / "tasks_that_leave.py").write_text("raise SystemExit(0)\n")
-  monkeypatch.syspath_prepend(tmp_path)
-  with pytest.raises(ValueError, match=r"'tasks_that_leave' ended the program .*sys\.exit\(0\)"):
-    import_module("tasks_that_leave")
