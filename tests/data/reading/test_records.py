@@ -112,7 +112,9 @@ def test_a_record_of_a_text_file_is_a_line_a_paragraph_or_the_file(tmp_path: pat
   assert texts(str(path), ReadOptions(text_unit="file")) == ["one\ntwo\n\n\nthree"]
 
 
-def test_columns_of_a_file_without_a_header_are_named_by_the_layout(tmp_path: pathlib.Path) -> None:
+def test_columns_of_a_file_without_a_header_are_named_by_the_options(
+  tmp_path: pathlib.Path,
+) -> None:
   path = tmp_path / "a.csv"
   path.write_text('1,"a, b"\n')
   ((_, record),) = read_records(str(path), ReadOptions(columns=("id", "text")))
@@ -342,13 +344,6 @@ def test_a_bad_example_is_counted_once_when_its_file_is_read_repeatedly(
     list(of_file.examples(str(path)))
   assert of_file.bad_examples.counts.total() == 2
   assert BadExamples.total_in_process == before + 2
-
-
-def test_bad_examples_can_be_refused(tmp_path: pathlib.Path) -> None:
-  path = tmp_path / "a.jsonl"
-  path.write_text('{"text": "a"}\nnot json\n')
-  with pytest.raises(ValueError, match=r'a\.jsonl, line 2: invalid JSON.*on_bad_example = "skip"'):
-    list(reader("refuse").examples(str(path)))
 
 
 def test_a_file_without_any_good_example_is_refused_after_one_line_in_the_log(
