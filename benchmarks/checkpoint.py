@@ -28,9 +28,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rosetta_t5 import manifest
 from rosetta_t5.bench.harness import SIZES, model_config
-from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer, reading
-from rosetta_t5.checkpoints import manager as manager_module
+from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
@@ -126,10 +126,10 @@ def measure_restores(
 
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-  """Inside the `with`, saves compute no checksums and restores verify none."""
+  """Inside the `with`, saves write no manifest of their files and restores verify none."""
   with (
-    mock.patch.object(manager_module, "writing_checksums", contextlib.nullcontext),
-    mock.patch.object(reading, "read_checksums", return_value=None),
+    mock.patch.object(manifest, "write"),
+    mock.patch.object(manifest, "verify", return_value=True),
   ):
     yield
 

@@ -109,7 +109,7 @@ def evaluate(
   # Checkpoints that are yet to be evaluated.
   evaluated = _EvaluatedCheckpoints(output_dir, dataset_cfg.name)
   restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
-  checkpoints.check_vocabularies(model, restore_cfg)
+  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
   checkpoints.check_source_configs(model, restore_cfg)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
   log_model_info(

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import xxhash
 from etils import epath
 
 
@@ -95,11 +94,6 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise ValueError(f"{path} must contain a JSON object, got a {type(value).__name__}")
   return value
-
-
-def json_checksum(value: Any) -> str:
-  """Returns the XXH3 checksum of a value that JSON can store."""
-  return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 @contextlib.contextmanager

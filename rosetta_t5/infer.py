@@ -112,7 +112,7 @@ def infer(
   data.check_same_files(dataset_cfg)
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
-    checkpoints.check_vocabularies(model, restore_checkpoint_cfg)
+    checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_checkpoint_cfg)
   checkpoints.check_source_configs(model, restore_checkpoint_cfg)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)
   batch_size, spec = dataset_cfg.batch_size, examples.element_spec()
@@ -164,10 +164,8 @@ def infer(
     "DatasetConfig.task_feature_lengths": dict(dataset_cfg.task_feature_lengths or {}),
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
-    # T5X's checkpoints have no checksums.
-    "the checkpoint's values": (checkpoints.values_checksum(paths[0]) or paths[0])
-    if paths
-    else None,
+    # T5X's checkpoints have no manifest.
+    "the checkpoint's content": (checkpoints.fingerprint(paths[0]) or paths[0]) if paths else None,
     "the data": facts_of_tasks(dataset_cfg),
     "the model": _model_settings(model),
   }

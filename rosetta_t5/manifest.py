@@ -35,7 +35,7 @@ def write(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
     names: the files, relative to the folder; None for all files in it and in its folders.
   """
   root = epath.Path(folder)
-  found = sorted(_files_in(root) if names is None else names)
+  found = sorted(files_in(root) if names is None else names)
   with futures.ThreadPoolExecutor(_THREADS) as threads:
     entries = threads.map(lambda name: _describe(root / name), found)
     content = {"files": dict(zip(found, entries, strict=True))}
@@ -95,6 +95,14 @@ def hash_file(path: epath.PathLike) -> str:
   return digest.hexdigest()
 
 
+def files_in(root: epath.PathLike) -> Iterator[str]:
+  """Yields the files in a folder and its folders, with relative names and without the manifest."""
+  for folder, _, files in os.walk(root):
+    for file in files:
+      if (name := pathlib.PurePath(folder, file).relative_to(root).as_posix()) != NAME:
+        yield name
+
+
 def _describe(path: epath.Path) -> dict[str, Any]:
   return {"bytes": path.stat().length, "xxh3_64": hash_file(path)}
 
@@ -109,10 +117,3 @@ def _verify_file(path: epath.Path, expected: Any) -> None:
     )
   if hash_file(path) != expected.get("xxh3_64"):
     raise DamagedFileError(f"{path} is damaged: it has changed since it was written ({NAME})")
-
-
-def _files_in(root: epath.Path) -> Iterator[str]:
-  for folder, _, files in os.walk(root):
-    for file in files:
-      if (name := pathlib.PurePath(folder, file).relative_to(root).as_posix()) != NAME:
-        yield name

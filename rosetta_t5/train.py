@@ -319,7 +319,7 @@ def _check_model(
   if verify is None:
     return facts
   verify(train_cfg, model)
-  checkpoints.check_vocabularies(model, restore_cfg)
+  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
   return facts | {checkpoints.VOCABULARIES: data.vocabulary_digests(model)}
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5 import checkpoints, config, terminal
+from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
@@ -184,5 +184,6 @@ def open_checkpoint(
   """
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["task_feature_lengths"]
+  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
   state, axes = checkpoints.restore_for_inference(model, restore_cfg, partitioner, lengths)
   return OpenedModel(model, partitioner, state, axes, lengths)

@@ -2,12 +2,11 @@
 
 from rosetta_t5.checkpoints import CheckpointSaveError, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.dataset_position import DatasetArgs, DatasetCheckpointHandler
-from rosetta_t5.checkpoints.formats.t5x_legacy import VERSION
-from rosetta_t5.checkpoints.model_dir.best_metric import populate_metrics_for_steps
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, latest_step
-from rosetta_t5.checkpoints.saved_state import ParameterInfo as _ParameterInfo
-from rosetta_t5.checkpoints.saved_state import get_local_data
+from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step
+from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
+from rosetta_t5.checkpoints.model_dir import populate_metrics_for_steps
+from rosetta_t5.checkpoints.saved_items import DatasetArgs, DatasetCheckpointHandler, get_local_data
+from rosetta_t5.checkpoints.saved_items import ParameterInfo as _ParameterInfo
 from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   LazyAwaitableArray,
   fake_param_info,

@@ -1,7 +1,7 @@
 """T5X's `state_utils`: flattening, union, intersection and renaming of nested state dicts."""
 
-from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
 from rosetta_t5.checkpoints.arrays.state_dicts import (
+  apply_assignment_map,
   flatten_state_dict,
   merge_state,
   tensorstore_leaf,

@@ -9,9 +9,9 @@ from rosetta_t5.checkpoints import (
   create_orbax_checkpoint_manager,
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
-  restore,
 )
-from rosetta_t5.checkpoints.saved_state import get_local_data
+from rosetta_t5.checkpoints.saved_items import get_local_data
+from rosetta_t5.checkpoints.train_state_initializer import restore
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import LegacyCheckpointManager
 from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names

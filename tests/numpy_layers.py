@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array, transpose
-from rosetta_t5.checkpoints.arrays.t5_names import EMBEDDING, HEAD
+from rosetta_t5.checkpoints.arrays.tree_layouts import EMBEDDING, HEAD
 
 Arrays = Mapping[str, StoredArray]
 

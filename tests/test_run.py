@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.util import tensor_util
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.run_report.panels import choose_panels, missing_titles
 from rosetta_t5.run_report.run_folder import read_runs

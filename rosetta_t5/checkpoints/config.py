@@ -1,4 +1,4 @@
-"""The configuration of checkpoints: when to save, and what to restore (T5X's fields)."""
+"""The configuration of checkpoints, when to save and what to restore (T5X's fields), and its manager."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
+from etils import epath
+
 from rosetta_t5.argument_types import NonNegative, Positive, check_one_of, one_of
-from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
-from rosetta_t5.checkpoints.arrays.vocabulary_rows import resize_vocabulary
+from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5.checkpoints.arrays.state_dicts import apply_assignment_map, resize_vocabulary
+from rosetta_t5.checkpoints.checkpoint_folders import CheckpointTypes
+from rosetta_t5.checkpoints.formats.hugging_face.folder import local_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.training.train_state import TrainState
 
 _MODES = ("latest", "all", "specific")
 Mode = Annotated[str, one_of(_MODES)]
@@ -147,3 +153,119 @@ class CheckpointConfig:
 def _check_dtype(dtype: Any, field: str) -> None:
   if dtype not in (None, "float32", "bfloat16", "float16"):
     raise ValueError(f"{field} must be 'float32', 'bfloat16', 'float16' or None, got {dtype!r}")
+
+
+def get_first_valid_restore_config_and_paths(
+  restore_cfgs: Sequence[RestoreCheckpointConfig],
+) -> tuple[RestoreCheckpointConfig | None, tuple[str, ...]]:
+  """Returns the first config that names a checkpoint, and the checkpoints' paths; (None, ()) if none does.
+
+  With mode 'specific', the path is returned even if nothing is there.
+  """
+  for cfg in restore_cfgs:
+    paths = tuple(path for given in cfg.paths() for path in _checkpoints_at(given, cfg.mode))
+    if paths:
+      return cfg, paths
+  return None, ()
+
+
+def _checkpoints_at(path: str, mode: str) -> list[str]:
+  """Returns the checkpoints that a path names in a mode."""
+  if mode == "specific":
+    return [local_folder(path)]  # It may be the name of a model on Hugging Face's hub.
+  # These layouts have no folders of steps.
+  if checkpoint_folders.find_checkpoint_type(path) in (
+    CheckpointTypes.HUGGING_FACE,
+    CheckpointTypes.T5X_TF,
+  ):
+    return [path]
+  steps = checkpoint_folders.all_steps(path)
+  chosen = steps[-1:] if mode == "latest" else steps
+  return [os.fspath(checkpoint_folders.checkpoint_path(path, step)) for step in chosen]
+
+
+def create_orbax_checkpoint_manager(
+  *,
+  save_cfg: SaveCheckpointConfig | None = None,
+  restore_cfg: RestoreCheckpointConfig | None = None,
+  train_state: TrainState,
+  partitioner: BasePartitioner,
+  ds_iter: Any = None,
+  model_dir: epath.PathLike | None = None,
+) -> OrbaxCheckpointManagerInterface:
+  """Returns a manager that saves into `model_dir`, restores, or both.
+
+  Args:
+    save_cfg: how to save; None for a manager that only restores.
+    restore_cfg: how to restore; None for a manager that only saves.
+    train_state: the run's train state, or its shapes.
+    partitioner: specifies the sharding of restored arrays.
+    ds_iter: the training data's iterator.
+    model_dir: the folder of checkpoints; None for the path of `restore_cfg`.
+
+  Raises:
+    ValueError: there is no config or no folder, or Orbax cannot save into it.
+  """
+  if save_cfg is None and restore_cfg is None:
+    raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
+  save = save_cfg or SaveCheckpointConfig()
+  load = restore_cfg or RestoreCheckpointConfig(path=None)
+  directory = _checked_folder(model_dir or next(iter(load.paths()), None), save_cfg is not None)
+  state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
+  saver: Any = None
+  if save.checkpointer_cls is not None:
+    # It is built even if only its settings are needed: gin applies its bindings when it is called.
+    saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
+  manager = (save_cfg or load).checkpoint_manager_cls(
+    directory=directory,
+    **state,
+    dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
+    restore_dtype=load.dtype,
+    **(_save_options(save, saver) if save_cfg else {}),
+  )
+  # These are attributes, so that users' own manager classes with T5X's arguments work.
+  manager.state_transformation_fns = tuple(save.state_transformation_fns)
+  if (user_save := _overridden(saver, "save")) is not None:
+    saver.manager, manager.user_save = manager, user_save
+  manager.user_restore = _user_restore(load, ds_iter, state)
+  return manager
+
+
+def _checked_folder(directory: epath.PathLike | None, saves: bool) -> epath.PathLike:
+  """Returns the folder of checkpoints; raises ValueError if there is none, or it cannot be saved into."""
+  if directory is None:
+    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
+  if saves and set("*?[]\\").intersection(os.fspath(directory)):
+    raise ValueError(
+      f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
+    )
+  return directory
+
+
+def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any]:
+  """Returns the manager's arguments for saving."""
+  return {
+    "save_dtype": cfg.dtype,
+    "keep": cfg.keep,
+    "period": cfg.period,
+    "checkpoint_steps": cfg.checkpoint_steps,
+    "keep_dataset_checkpoints": cfg.keep_dataset_checkpoints,
+    **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
+  }
+
+
+def _user_restore(
+  cfg: RestoreCheckpointConfig, ds_iter: Any, state: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+  """Returns the `restore` of a user's checkpointer; None if there is none."""
+  if cfg.checkpointer_cls is None:
+    return None
+  iterator = ds_iter if cfg.restore_dataset else None
+  options = {"dataset_iterator": iterator, "restore_dtype": cfg.dtype}
+  return _overridden(cfg.checkpointer_cls(**state, checkpoints_dir="", **options), "restore")
+
+
+def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
+  """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
+  method = getattr(checkpointer, name, None)
+  return None if method is None or method.__module__.startswith("rosetta_t5.") else method

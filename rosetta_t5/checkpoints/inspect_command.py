@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays import checksums
+from rosetta_t5 import manifest
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
-from rosetta_t5.checkpoints.dataset_position import position_problems
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+from rosetta_t5.checkpoints.checkpoint_folders import (
   DATASET_ITEM,
   CheckpointTypes,
   all_steps,
@@ -25,8 +24,13 @@ from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
   read_run_facts,
   resolve_checkpoint,
 )
-from rosetta_t5.checkpoints.model_dir.retention import is_pinned_checkpoint
-from rosetta_t5.checkpoints.reading import checksum_folder, read_arrays, read_checksums
+from rosetta_t5.checkpoints.model_dir import is_pinned_checkpoint
+from rosetta_t5.checkpoints.restore import (
+  UnreadableCheckpointError,
+  manifest_folder,
+  read_arrays,
+  verify_files,
+)
 from rosetta_t5.user_errors import printable
 
 _LAYOUT_NAMES = {
@@ -47,8 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   show.set_defaults(run=lambda options: show_arrays(options.path, options.state))
   diff = verbs.add_parser("diff", help="the differences between two checkpoints")
   diff.set_defaults(run=lambda options: show_difference(options.path, options.other))
-  verify = verbs.add_parser("verify", help="read everything and compare with stored checksums")
-  verify.add_argument("--write", action="store_true", help="store checksums if it has none")
+  verify = verbs.add_parser(
+    "verify", help="read everything, and compare the files with checksums.json"
+  )
+  verify.add_argument("--write", action="store_true", help="write checksums.json if there is none")
   verify.set_defaults(run=lambda options: verify_arrays(options.path, options.write))
   for verb in (ls, show, diff, verify):
     verb.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
@@ -106,7 +112,10 @@ def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
 
   The parameters are compared in T5X's plain tree, so the layouts may differ.
   """
-  left, right = (to_plain_tree(read_arrays(resolve_checkpoint(p))) for p in (path, other))
+  folders = [resolve_checkpoint(folder) for folder in (path, other)]
+  for folder in folders:
+    verify_files(folder)
+  left, right = (to_plain_tree(read_arrays(folder)) for folder in folders)
   lines = [f"only in {path}: {name}" for name in sorted(set(left) - set(right), key=_sort_key)]
   lines += [f"only in {other}: {name}" for name in sorted(set(right) - set(left), key=_sort_key)]
   num_equal = 0
@@ -122,14 +131,21 @@ def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
 
 
 def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
-  """Reads every array and position in the data, compares their checksums, and finds non-finite values.
+  """Compares the files of a checkpoint with its manifest, reads every array, and finds non-finite values.
+
+  Args:
+    path: a checkpoint, or a folder of checkpoints, whose latest is verified.
+    write: whether to write the manifest of a checkpoint that has none and no problems.
 
   Returns:
     1 if there is a problem, else 0.
   """
-  folder = resolve_checkpoint(path)
+  folder, problems, has_manifest = resolve_checkpoint(path), [], True
+  try:
+    has_manifest = verify_files(folder)
+  except UnreadableCheckpointError as error:
+    problems.append(error.damage)
   arrays = read_arrays(folder)
-  problems = position_problems(folder)
   for name, array in arrays.items():
     try:
       num_nonfinite = sum(_count_nonfinite(array.read(part)) for part in array.parts())
@@ -140,12 +156,12 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
       problems.append(f"{name} contains {num_nonfinite} values that are not finite")
   for problem in problems:
     print(problem)
-  comparison = "compared with the checksums of its save"
-  if read_checksums(folder) is None:
-    comparison = "no checksums to compare with (verify --write stores them)"
+  comparison = f"files compared with {manifest.NAME}"
+  if not has_manifest:
+    comparison = f"no {manifest.NAME} to compare with (verify --write writes it)"
     if write and not problems:
-      checksums.compute_and_write(checksum_folder(folder), arrays)
-      comparison = "checksums written"
+      manifest.write(manifest_folder(folder))
+      comparison = f"{manifest.NAME} written"
   print(f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems")
   return 1 if problems else 0
 

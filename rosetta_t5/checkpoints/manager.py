@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -11,30 +14,35 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rosetta_t5 import manifest
 from rosetta_t5.argument_types import NonNegative, Positive
-from rosetta_t5.checkpoints import dataset_position, saved_state
-from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
+from rosetta_t5.checkpoints import checkpoint_folders, saved_items
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
+from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, STATE_ITEM
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
-from rosetta_t5.checkpoints.formats.orbax_internals import writing_checksums
-from rosetta_t5.checkpoints.formats.tensorstores import plain_path
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import DATASET_ITEM, STATE_ITEM
-from rosetta_t5.checkpoints.model_dir.retention import (
+from rosetta_t5.checkpoints.model_dir import (
   REMOVED_FOLDER,
-  BackgroundRemover,
+  BestMetric,
   Retention,
+  delete_removed,
   remove_old_dataset_positions,
 )
-from rosetta_t5.checkpoints.reading import unreadable_error
-from rosetta_t5.checkpoints.restored_state import RestoreTransformation, restore_train_state
+from rosetta_t5.checkpoints.restore import (
+  RestoreTransformation,
+  restore_train_state,
+  unreadable_error,
+  verify_files,
+)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
 # The run fact that names the checkpoint with which a finetuning run began.
 STARTED_FROM = "started_from"
+# Orbax completes these files after the manifest.
+_COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+
+_log = logging.getLogger(__name__)
 
 
 class OrbaxCheckpointManagerInterface:
@@ -103,14 +111,14 @@ class OrbaxCheckpointManagerInterface:
       best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self.directory = epath.Path(directory)
     self.run_facts: dict[str, Any] = {}
-    self.state_transformation_fns: Sequence[saved_state.SaveTransformation] = ()
+    self.state_transformation_fns: Sequence[saved_items.SaveTransformation] = ()
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = saved_state.parse_float_dtype(
+    self._save_dtype = saved_items.parse_float_dtype(
       save_dtype, "save_dtype (SaveCheckpointConfig.dtype)"
     )
-    self._restore_dtype = saved_state.parse_float_dtype(
+    self._restore_dtype = saved_items.parse_float_dtype(
       restore_dtype, "restore_dtype (RestoreCheckpointConfig.dtype)"
     )
     self._retention = Retention(self.directory, keep, force_keep_period, best)
@@ -119,8 +127,9 @@ class OrbaxCheckpointManagerInterface:
     self._keep_dataset = keep_dataset_checkpoints
     self._steps = checkpoint_folders.all_steps(self.directory)
     self._writer: ocp.CheckpointManager | None = None
-    self._remover = BackgroundRemover(self.directory)
+    self._deleter = futures.ThreadPoolExecutor(1)
     self._pending: int | None = None
+    self._pending_facts: dict[str, Any] = {}
 
   def all_steps(self) -> list[int]:
     """Returns the steps that are saved or being saved, in ascending order."""
@@ -155,7 +164,7 @@ class OrbaxCheckpointManagerInterface:
   def save(
     self,
     train_state: TrainState,
-    state_transformation_fns: Sequence[saved_state.SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_items.SaveTransformation] = (),
     force: bool = True,
   ) -> bool:
     """Starts to save `train_state`, and returns once its values are copied from the devices.
@@ -174,7 +183,7 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: this save or the previous one failed.
     """
-    step = saved_state.step_number(train_state)
+    step = saved_items.step_number(train_state)
     if step in self._steps or not (force or self.should_save(step)):
       return False
     if self.user_save is not None:
@@ -186,24 +195,20 @@ class OrbaxCheckpointManagerInterface:
       return step in self._steps
     self.wait_until_finished()
     transformations = state_transformation_fns or self.state_transformation_fns
-    state = saved_state.apply_save_transformations(train_state, self._partitioner, transformations)
+    state = saved_items.apply_save_transformations(train_state, self._partitioner, transformations)
     items: dict[str, Any] = {STATE_ITEM: self._state_args(state)}
-    facts = dict(self.run_facts)
+    self._pending_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
-      items[DATASET_ITEM] = dataset_position.DatasetArgs(self._dataset_iterator, step)
-      if shapes := dataset_position.batch_shapes(self._dataset_iterator):
-        facts[dataset_position.BATCH_FACT] = shapes
+      items[DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
+      if shapes := saved_items.batch_shapes(self._dataset_iterator):
+        self._pending_facts[saved_items.BATCH_FACT] = shapes
     try:
-      with writing_checksums():
-        self._orbax_manager().save(
-          step,
-          args=ocp.args.Composite(**items),
-          force=True,
-          custom_metadata=checkpoint_folders.with_checksum(facts),
-        )
+      writer = self._orbax_manager()
+      self._pending = step
+      writer.save(step, args=ocp.args.Composite(**items), force=True)
     except Exception as error:
-      raise saved_state.save_error(self.directory, step, error) from error
-    self._pending = step
+      self._pending = None
+      raise saved_items.save_error(self.directory, step, error) from error
     self._steps = sorted({*self._steps, step})
     return True
 
@@ -215,14 +220,16 @@ class OrbaxCheckpointManagerInterface:
     """
     if self._pending is None:
       return
-    step, self._pending = self._pending, None
+    step = self._pending
     try:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
       self._steps = [saved for saved in self._steps if saved != step]
-      raise saved_state.save_error(self.directory, step, error) from error
+      raise saved_items.save_error(self.directory, step, error) from error
+    finally:
+      self._pending = None
     self.reload()
-    self._remover.start()
+    self._deleter.submit(delete_removed, self.directory)
     if self._keep_dataset is not None and jax.process_index() == 0:
       remove_old_dataset_positions(self.directory, self._keep_dataset)
 
@@ -239,7 +246,7 @@ class OrbaxCheckpointManagerInterface:
       writer, self._writer = self._writer, None
       if writer is not None:
         writer.close()
-        self._remover.finish()
+        self._deleter.submit(delete_removed, self.directory, with_folder=True).result()
 
   def restore(
     self,
@@ -272,6 +279,9 @@ class OrbaxCheckpointManagerInterface:
     """
     del lazy_parameters
     folder = checkpoint_folders.select_checkpoint(self.directory, step, path)
+    restore_dataset = restore_dataset and self._dataset_iterator is not None
+    if not verify_files(folder, with_dataset=restore_dataset):
+      _log.info("checkpoint %s has no %s: damage is not detected", folder, manifest.NAME)
     restored = restore_train_state(
       folder,
       self._train_state,
@@ -281,7 +291,7 @@ class OrbaxCheckpointManagerInterface:
       allow_unexpected=not strict,
       transformations=state_transformation_fns,
     )
-    if restore_dataset and self._dataset_iterator is not None:
+    if restore_dataset:
       self._restore_dataset(folder)
     return restored
 
@@ -311,16 +321,15 @@ class OrbaxCheckpointManagerInterface:
     )
 
   def _restore_dataset(self, folder: epath.Path) -> None:
-    stored = checkpoint_folders.read_run_facts(folder).get(dataset_position.BATCH_FACT)
-    step = checkpoint_folders.step_of(folder)
-    args = dataset_position.DatasetArgs(self._dataset_iterator, step)
+    stored = checkpoint_folders.read_run_facts(folder).get(saved_items.BATCH_FACT)
+    args = saved_items.DatasetArgs(self._dataset_iterator)
     try:
-      dataset_position.check_batch_shapes(folder, stored, self._dataset_iterator)
+      saved_items.check_batch_shapes(folder, stored, self._dataset_iterator)
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
-    except (OSError, KeyError, ChecksumError) as error:
+    except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
     except ValueError as error:
-      advice = dataset_position.start_over_text(folder, folder.parent == self.directory)
+      advice = saved_items.start_over_text(folder, folder.parent == self.directory)
       raise ValueError(f"{error}. {advice}") from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
@@ -330,17 +339,17 @@ class OrbaxCheckpointManagerInterface:
       for name, leaf in flatten_arrays(state_dict).items()
     }
     save_args = {
-      name: ocp.SaveArgs(dtype=saved_state.leaf_dtype(name, leaf.dtype, self._save_dtype))
+      name: ocp.SaveArgs(dtype=saved_items.leaf_dtype(name, leaf.dtype, self._save_dtype))
       for name, leaf in leaves.items()
     }
     return ocp.args.PyTreeSave(
       item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
     )
 
-  def _dataset_handler(self) -> dataset_position.DatasetCheckpointHandler:
+  def _dataset_handler(self) -> saved_items.DatasetCheckpointHandler:
     layout = self._partitioner.get_data_layout()
-    return dataset_position.DatasetCheckpointHandler(
-      dataset_position.dataset_filename(layout.shard_id, layout.num_shards),
+    return saved_items.DatasetCheckpointHandler(
+      saved_items.dataset_filename(layout.shard_id, layout.num_shards),
       layout.is_first_host_in_replica_set,
     )
 
@@ -349,7 +358,7 @@ class OrbaxCheckpointManagerInterface:
     if self._writer is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
       handlers: dict[str, Any] = {STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)}
-      saved_state.end_run_if_a_write_fails(handlers[STATE_ITEM], self.directory)
+      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self.directory)
       if self._dataset_iterator is not None:
         handlers[DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(
@@ -357,18 +366,33 @@ class OrbaxCheckpointManagerInterface:
         preservation_policy=self._retention,
         cleanup_tmp_directories=True,
         # If a folder cannot be created in the background, Orbax waits for it for ten minutes.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        async_options=ocp.AsyncOptions(
+          create_directories_asynchronously=False,
+          post_finalization_callback=self._complete_folder,
+        ),
         save_root_metadata=False,
         # Reading the metadata of each old checkpoint takes time, and only the steps are needed.
         lightweight_initialize=True,
         # A rename is atomic, so a run that is killed leaves no incomplete checkpoint.
         todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else REMOVED_FOLDER,
       )
-      self._remover.start()
+      self._deleter.submit(delete_removed, self.directory)
       self.directory.mkdir(parents=True, exist_ok=True)
       self._writer = ocp.CheckpointManager(
-        plain_path(self.directory),
-        item_handlers=handlers,
-        options=options,
+        self.directory.absolute(), item_handlers=handlers, options=options
       )
     return self._writer
+
+  def _complete_folder(self) -> None:
+    """Writes the run facts and the manifest, just before Orbax gives the folder its final name.
+
+    Orbax calls it in the background on process 0, when all processes have written their arrays.
+    """
+    final = checkpoint_folders.checkpoint_path(self.directory, self._pending or 0)
+    suffix = ocp.path.atomicity.TMP_DIR_SUFFIX
+    unfinished = checkpoint_folders.files_matching(self.directory, f"{final.name}{suffix}*")
+    folder = unfinished[0] if unfinished else final
+    (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._pending_facts))
+    # Storage in the cloud has checksums of its own, and reading everything again would take long.
+    if "://" not in os.fspath(folder):
+      manifest.write(folder, [n for n in manifest.files_in(folder) if n not in _COMMIT_FILES])

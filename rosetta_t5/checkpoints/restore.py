@@ -1,290 +1,378 @@
-"""Restoring as RestoreCheckpointConfig specifies, and building the checkpoint manager for it."""
+"""Restores a checkpoint of any layout: opens it, renames and compares its arrays, and puts them on the devices."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import collections
+import errno
+import logging
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
+from jax.sharding import NamedSharding
 
-from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
-from rosetta_t5.checkpoints.config import (
-  RestoreCheckpointConfig,
-  SaveCheckpointConfig,
-  SetsManagerOptions,
+from rosetta_t5 import manifest, terminal
+from rosetta_t5.checkpoints.arrays.lazy_arrays import (
+  StoredArray,
+  as_stored_array,
+  start_device_transfer,
 )
-from rosetta_t5.checkpoints.formats.hugging_face.folder import local_folder
-from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
-from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import CheckpointTypes
-from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
-from rosetta_t5.checkpoints.restored_state import find_matching_arrays
-from rosetta_t5.data import vocabulary_digests
+from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_arrays,
+  flatten_state_dict,
+  resize_vocabulary,
+  unflatten_state_dict,
+  with_averages,
+)
+from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
+from rosetta_t5.checkpoints.checkpoint_folders import (
+  DATASET_ITEM,
+  STATE_ITEM,
+  CheckpointTypes,
+  checkpoint_path,
+  detect_checkpoint_type,
+  older_steps,
+  step_of,
+)
+from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
+from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.mismatch import (
+  CheckpointMismatchError,
+  find_restorable,
+  is_optimizer_state,
+)
+from rosetta_t5.checkpoints.saved_items import leaf_dtype
+from rosetta_t5.distributed.coordination import allgather_text
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.parallel.partition_specs import partition_specs_of
 
-# The run fact with digests of the vocabularies by side ("input", "output").
-VOCABULARIES = "vocabularies"
-# Layouts that have no folders of steps, so RestoreCheckpointConfig.mode has no effect on them.
-_LAYOUTS_WITHOUT_STEPS = (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF)
+RestoreTransformation = Callable[..., Any]
+
+# What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
+# runs out of memory is not damage.
+_DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
+# TensorStore states the operating system's error in its messages.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+# These mean that a file of the checkpoint is missing. Others are about the machine.
+_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# The name under which every layout with a train state has the step.
+_STEP = "state/step"
+# Arrays are read concurrently up to this size, which bounds the host memory of a restore.
+MAX_BYTES_IN_FLIGHT = 2 << 30
+# How long a process waits for another one that verifies more, or reads from a slower disk.
+_VERIFY_TIMEOUT_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+_READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
+  CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
+  CheckpointTypes.T5X: t5x_layouts.read_older,
+  CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
+  CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
+}
 
 
-def get_first_valid_restore_config_and_paths(
-  restore_cfgs: Sequence[RestoreCheckpointConfig],
-) -> tuple[RestoreCheckpointConfig | None, tuple[str, ...]]:
-  """Returns the first config that names a checkpoint, and the checkpoints' paths; (None, ()) if none does.
+class UnreadableCheckpointError(ValueError):
+  """A checkpoint exists but cannot be read.
 
-  With mode 'specific', the path is returned even if nothing is there.
+  Attributes:
+    damage: what is wrong, without the advice that the message ends with.
   """
-  for cfg in restore_cfgs:
-    paths = tuple(path for given in cfg.paths() for path in _checkpoints_at(given, cfg.mode))
-    if paths:
-      return cfg, paths
-  return None, ()
+
+  def __init__(self, damage: str, advice: str = ""):
+    super().__init__(damage + advice)
+    self.damage = damage
 
 
-def restore(
-  checkpoint_manager: OrbaxCheckpointManagerInterface,
-  paths: str | Sequence[str],
-  restore_cfg: RestoreCheckpointConfig,
+def restore_train_state(
+  path: epath.PathLike,
+  train_state: Any,
+  partitioner: BasePartitioner,
+  *,
+  arrays: Mapping[str, Any] | None = None,
+  transformations: Sequence[RestoreTransformation] = (),
+  params_dtype: Any = None,
   fallback_state: Mapping[str, Any] | None = None,
+  allow_unexpected: bool = False,
 ) -> Any:
-  """Returns the train state of the checkpoint at `paths`, or a list of states for several paths.
+  """Returns the train state stored at `path`, sharded as the partitioner specifies.
 
-  Args:
-    checkpoint_manager: the manager, which knows the train state's shapes and sharding.
-    paths: one path, or several.
-    fallback_state: nested state dict that provides what the checkpoint lacks.
-  """
-  if not isinstance(paths, str):
-    states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
-    return states[0] if len(states) == 1 else states
-  options: dict[str, Any] = {}
-  restore_one: Callable[..., Any] = checkpoint_manager.restore
-  if isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface):
-    # Users' own manager classes have only T5X's arguments.
-    options = {"restore_dataset": restore_cfg.restore_dataset, "strict": restore_cfg.strict}
-    if checkpoint_manager.user_restore is not None:
-      restore_one, options = checkpoint_manager.user_restore, {}
-  return restore_one(
-    path=paths,
-    fallback_state=fallback_state,
-    state_transformation_fns=restore_cfg.state_transformation_fns,
-    **options,
-  )
-
-
-def check_compatibility(
-  path: epath.PathLike, expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
-) -> None:
-  """Checks that the checkpoint at `path` can be restored.
+  Names, shapes and dtypes are compared first, so a checkpoint that does not match costs no memory.
 
   Args:
     path: a checkpoint of any layout.
-    expected: nested state dict of the train state's leaves (`shape`, `dtype`).
+    train_state: the run's train state, or its shapes.
+    arrays: the checkpoint's arrays by flat name, if they are open already.
+    transformations: see `find_matching_arrays`.
+    params_dtype: the dtype of the floating-point parameters; None for the train state's.
+    fallback_state: nested state dict that provides what the checkpoint lacks. It also replaces
+      optimizer state that does not match.
+    allow_unexpected: ignore names that only the checkpoint has.
 
   Raises:
     CheckpointMismatchError: the checkpoint does not match.
     UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint.
   """
-  find_matching_arrays(
+  specs = flatten_state_dict(partition_specs_of(partitioner, train_state).state_dict())
+  shardings = {name: NamedSharding(partitioner.mesh, spec) for name, spec in specs.items()}
+  expected = train_state.state_dict()
+  flat = flatten_state_dict(expected, keep_empty_nodes=True)
+  matching = find_matching_arrays(
     path,
     expected,
-    allow_missing=restore_cfg.fallback_to_scratch,
-    allow_unexpected=not restore_cfg.strict,
-    transformations=restore_cfg.state_transformation_fns,
+    arrays=arrays,
+    transformations=transformations,
+    allow_missing=fallback_state is not None,
+    allow_unexpected=allow_unexpected,
   )
-
-
-def check_vocabularies(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
-  """Checks that a model's vocabularies have the contents with which its checkpoints were trained.
-
-  With others of the same size, the parameters would give meaningless texts without an error.
-
-  Args:
-    model: the model.
-    restore_cfg: the checkpoints. Those of other programs do not have the digests and are not checked.
-
-  Raises:
-    ValueError: a vocabulary differs.
-  """
-  _, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
-  for path in paths:
-    trained: Mapping[str, str] = {}
-    with contextlib.suppress(ChecksumError):  # raised again by the restore
-      trained = checkpoint_folders.read_run_facts(path).get(VOCABULARIES) or {}
-    digests = vocabulary_digests(model) if trained else {}
-    if changed := [side for side in digests if trained.get(side, digests[side]) != digests[side]]:
-      raise ValueError(
-        f"The model's vocabulary ({', '.join(changed)}) is not the one with which {path} was trained: "
-        "its file was replaced, or another was chosen. Use the original file. If you want the other "
-        "one, train and infer accept it with verify_matching_vocabs_fn = None"
-      )
-
-
-def check_source_configs(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
-  """Checks that a model computes what the config.json of its checkpoints states; see `check_source_config`.
-
-  Args:
-    model: the model.
-    restore_cfg: the checkpoints. Only those from Hugging Face folders have such a file.
-
-  Raises:
-    ValueError: the network has other settings, or the vocabulary another end token.
-  """
-  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
-  for path in paths:
-    check_source_config(model, path, strict=cfg is None or cfg.strict)
-
-
-def get_fallback_state(
-  restore_cfg: RestoreCheckpointConfig | None,
-  init_fn: Callable[[jax.Array], TrainState],
-  init_rng: jax.Array | None,
-) -> dict[str, Any] | None:
-  """Returns a newly initialized state dict if `restore_cfg` allows a fallback to one, else None.
-
-  Raises:
-    ValueError: a fallback is allowed, but `init_rng` is None.
-  """
-  if restore_cfg is None or not restore_cfg.fallback_to_scratch:
-    return None
-  if init_rng is None:
-    raise ValueError(
-      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key for the initialization: "
-      "give fallback_init_rng (of evaluate or infer), or set fallback_to_scratch to False"
-    )
-  return init_fn(init_rng).state_dict()
-
-
-def check_and_init_fallback_state(
-  checkpoint_manager: OrbaxCheckpointManagerInterface,
-  paths: Sequence[str],
-  restore_cfg: RestoreCheckpointConfig,
-  expected: TrainState,
-  init_fn: Callable[[jax.Array], TrainState],
-  init_rng: jax.Array | None,
-) -> dict[str, Any] | None:
-  """Returns `get_fallback_state` after checking that each of `paths` can be restored with it.
-
-  The check comes first, because the fallback state takes memory.
-
-  Args:
-    checkpoint_manager: the manager that will restore. With a user's own class nothing is checked.
-    expected: the train state's shapes.
-
-  Raises:
-    CheckpointMismatchError: a checkpoint does not match even with the fallback.
-    ValueError: a fallback is allowed, but `init_rng` is None.
-  """
-  is_ours = isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface)
-  if restore_cfg.fallback_to_scratch and is_ours:
-    for path in paths:
-      with contextlib.suppress(UnreadableCheckpointError):  # raised again by the restore
-        check_compatibility(path, expected.state_dict(), restore_cfg)
-  return get_fallback_state(restore_cfg, init_fn, init_rng)
-
-
-def create_orbax_checkpoint_manager(
-  *,
-  save_cfg: SaveCheckpointConfig | None = None,
-  restore_cfg: RestoreCheckpointConfig | None = None,
-  train_state: TrainState,
-  partitioner: BasePartitioner,
-  ds_iter: Any = None,
-  model_dir: epath.PathLike | None = None,
-) -> OrbaxCheckpointManagerInterface:
-  """Returns a manager that saves into `model_dir`, restores, or both.
-
-  Args:
-    save_cfg: how to save; None for a manager that only restores.
-    restore_cfg: how to restore; None for a manager that only saves.
-    train_state: the run's train state, or its shapes.
-    partitioner: specifies the sharding of restored arrays.
-    ds_iter: the training data's iterator.
-    model_dir: the folder of checkpoints; None for the path of `restore_cfg`.
-
-  Raises:
-    ValueError: there is no config, no folder or no manager class.
-  """
-  if save_cfg is None and restore_cfg is None:
-    raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
-  save = save_cfg or SaveCheckpointConfig()
-  load = restore_cfg or RestoreCheckpointConfig(path=None)
-  directory = _checked_folder(save, load, model_dir)
-  state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
-  saver: Any = None
-  if save.checkpointer_cls is not None:
-    # It is built even if only its settings are needed: gin applies its bindings when it is called.
-    saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
-  manager = (save_cfg or load).checkpoint_manager_cls(
-    directory=directory,
-    **state,
-    dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
-    restore_dtype=load.dtype,
-    **(_save_options(save, saver) if save_cfg else {}),
-  )
-  # These are attributes, so that users' own manager classes with T5X's arguments work.
-  manager.state_transformation_fns = tuple(save.state_transformation_fns)
-  if (user_save := _overridden(saver, "save")) is not None:
-    saver.manager, manager.user_save = manager, user_save
-  manager.user_restore = _user_restore(load, ds_iter, state)
-  return manager
-
-
-def _checked_folder(
-  save: SaveCheckpointConfig, load: RestoreCheckpointConfig, model_dir: epath.PathLike | None
-) -> epath.PathLike:
-  """Returns the folder of checkpoints, after checking that both configs have a manager class."""
-  directory = model_dir or next(iter(load.paths()), None)
-  if directory is None:
-    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
-  for cfg in (save, load):
-    if cfg.checkpoint_manager_cls is None:
-      raise ValueError(f"{type(cfg).__name__}.checkpoint_manager_cls must be a class, got None")
-  return directory
-
-
-def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any]:
-  """Returns the manager's arguments for saving."""
-  return {
-    "save_dtype": cfg.dtype,
-    "keep": cfg.keep,
-    "period": cfg.period,
-    "checkpoint_steps": cfg.checkpoint_steps,
-    "keep_dataset_checkpoints": cfg.keep_dataset_checkpoints,
-    **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
+  converted = {
+    name: array.astype(leaf_dtype(name, flat[name].dtype, params_dtype))
+    for name, array in matching.items()
   }
+  # Optimizers have leaves without a value (None, empty states), which are not stored.
+  restored = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
+  try:
+    restored |= _transfer_to_devices(converted, shardings)
+  except _DAMAGE_ERRORS as error:
+    raise unreadable_error(path, error) from error
+  for name, leaf in flatten_state_dict(fallback_state or {}).items():
+    if name in shardings and name not in restored:
+      restored[name] = jax.device_put(leaf, shardings[name])
+  restored |= _initialize_missing(restored, train_state, shardings, path)
+  return train_state.restore_state(unflatten_state_dict(restored))
 
 
-def _user_restore(
-  cfg: RestoreCheckpointConfig, ds_iter: Any, state: Mapping[str, Any]
-) -> Callable[..., Any] | None:
-  """Returns the `restore` of a user's checkpointer; None if there is none."""
-  if cfg.checkpointer_cls is None:
-    return None
-  iterator = ds_iter if cfg.restore_dataset else None
-  options = {"dataset_iterator": iterator, "restore_dtype": cfg.dtype}
-  return _overridden(cfg.checkpointer_cls(**state, checkpoints_dir="", **options), "restore")
+def find_matching_arrays(
+  path: epath.PathLike,
+  expected: Mapping[str, Any],
+  *,
+  arrays: Mapping[str, Any] | None = None,
+  transformations: Sequence[RestoreTransformation] = (),
+  allow_missing: bool = False,
+  allow_unexpected: bool = False,
+) -> dict[str, StoredArray]:
+  """Returns the arrays of a checkpoint that a train state needs, by the train state's flat names.
+
+  No value of a parameter is read. If the train state has no optimizer's state, as in inference, averages
+  of the parameters take their place (see `with_averages`).
+
+  Args:
+    path: a checkpoint of any layout.
+    expected: nested state dict of the train state's leaves (`shape`, `dtype`).
+    arrays: the checkpoint's arrays by flat name, if they are open already.
+    transformations: `fn(checkpoint's nested state dict, expected)` returns the first one renamed or
+      changed. Its leaves are lazy arrays, which numpy functions read.
+    allow_missing: leave out names that the checkpoint lacks and optimizer state that does not match.
+    allow_unexpected: ignore names that only the checkpoint has.
+
+  Raises:
+    CheckpointMismatchError: the checkpoint does not match.
+    UnreadableCheckpointError: files are missing or damaged.
+  """
+  wanted = flatten_arrays(expected)
+  found = dict(read_arrays(path) if arrays is None else arrays)
+  if not any(map(is_optimizer_state, wanted)):
+    found = with_averages(found)
+  if transformations:
+    state: Any = unflatten_state_dict(found)
+    for transform in transformations:
+      state = transform(state, expected)
+    found = flatten_arrays(state)
+  try:
+    converted = convert_layout({name: as_stored_array(x) for name, x in found.items()}, wanted)
+  except LayoutError as error:
+    raise CheckpointMismatchError(f"checkpoint {path}: {error}") from error
+  # As in T5X, values that the user's transformations do not use are ignored.
+  allow_unexpected = allow_unexpected or any(fn is not resize_vocabulary for fn in transformations)
+  restorable = find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
+  return {name: converted[name] for name in wanted if name in restorable}
 
 
-def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
-  """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
-  method = getattr(checkpointer, name, None)
-  return None if method is None or method.__module__.startswith("rosetta_t5.") else method
+def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
+  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names.
+
+  No value is read yet, except the step of a `checkpoint_STEP` folder. Files are not verified.
+
+  Args:
+    path: a checkpoint of any layout: Orbax, T5X's older one, Mesh TensorFlow (folder or prefix), or a
+      Hugging Face folder. The layout is detected from the files.
+
+  Raises:
+    UnreadableCheckpointError: files are missing or damaged.
+    ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
+      the files.
+  """
+  is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
+  try:
+    layout = detect_checkpoint_type(path)
+  except ValueError as error:
+    raise (unreadable_error(path, error) if is_step_folder else error) from None
+  try:
+    arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    step = stored_step(arrays) if is_step_folder else None
+  except _DAMAGE_ERRORS as error:
+    raise unreadable_error(path, error) from error
+  if step not in (None, step_of(path)):
+    raise ValueError(
+      f"{path} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
+      f"another. Rename it to {checkpoint_path('', step).name}, or, to restore a copy under another name, to "
+      "one that does not begin with checkpoint_"
+    )
+  return arrays
 
 
-def _checkpoints_at(path: str, mode: str) -> list[str]:
-  """Returns the checkpoints that a path names in a mode."""
-  if mode == "specific":
-    return [local_folder(path)]  # It may be the name of a model on Hugging Face's hub.
-  if checkpoint_folders.find_checkpoint_type(path) in _LAYOUTS_WITHOUT_STEPS:
-    return [path]
-  steps = checkpoint_folders.all_steps(path)
-  chosen = steps[-1:] if mode == "latest" else steps
-  return [os.fspath(checkpoint_folders.checkpoint_path(path, step)) for step in chosen]
+def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
+  """Returns the step that a checkpoint contains, or None."""
+  return int(arrays[_STEP].get()) if _STEP in arrays else None
+
+
+def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
+  """Compares the files of a checkpoint with its manifest. The processes of a run share the work.
+
+  Args:
+    path: a checkpoint of any layout.
+    with_dataset: whether the position in the training data is verified too.
+
+  Returns:
+    Whether it has a manifest; the checkpoints of other programs have none.
+
+  Raises:
+    UnreadableCheckpointError: a file is missing or damaged. All processes of the run raise it.
+  """
+  folder, damage, has_manifest = manifest_folder(path), "", False
+
+  def select(name: str) -> bool:
+    # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
+    is_position = name.startswith(f"{DATASET_ITEM}/")
+    return not is_position or (with_dataset and (folder / name).exists())
+
+  try:
+    has_manifest = manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
+  except manifest.DamagedFileError as error:
+    damage = str(error)
+  except OSError as error:
+    raise unreadable_error(path, error) from error
+  damages = allgather_text(damage, f"verified {folder.name}", _VERIFY_TIMEOUT_S)
+  if found := next(filter(None, damages), None):
+    raise unreadable_error(path, manifest.DamagedFileError(found))
+  return has_manifest
+
+
+def manifest_folder(path: epath.PathLike) -> epath.Path:
+  """Returns the folder that has the manifest of the checkpoint at `path`, if it has one."""
+  given = epath.Path(path)
+  return given if given.is_dir() and given.name != STATE_ITEM else given.parent
+
+
+def fingerprint(path: epath.PathLike) -> str | None:
+  """Returns a hash of the content of the checkpoint at `path`; None if it has no manifest."""
+  file = manifest_folder(path) / manifest.NAME
+  return manifest.hash_file(file) if file.exists() else None
+
+
+def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
+  """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
+
+  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit on open
+  files, or a failing disk or network is not damage.
+  """
+  folder = epath.Path(path)
+  reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+  if _is_machine_error(error):
+    return ValueError(
+      f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
+      "damaged, and nothing has been changed. Start again once the machine can read it"
+    )
+  text = f"checkpoint {folder} cannot be read: {reason}"
+  older = older_steps(folder)
+  if not older:
+    return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
+  return UnreadableCheckpointError(
+    f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
+    f" To use step {older[-1]}, give the path {checkpoint_path(folder.parent, older[-1])}, or move "
+    f"{folder.name} out of {folder.parent}.",
+  )
+
+
+def _is_machine_error(error: Exception) -> bool:
+  """Returns whether an error is about the machine's resources or permissions, not about the files."""
+  found = _OS_ERROR.search(str(error))
+  number = int(found[1]) if found else getattr(error, "errno", None)
+  if number is None:
+    return str(error).startswith(_REMOTE_ERRORS)
+  return number not in _MISSING_FILE_ERRNOS
+
+
+def _transfer_to_devices(
+  arrays: Mapping[str, StoredArray], shardings: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+  """Reads arrays onto their devices, several at a time within a limit of host memory."""
+  transferred: dict[str, jax.Array] = {}
+  pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()
+  bytes_in_flight = 0
+  with terminal.progress_bar(
+    "restoring", sum(x.nbytes for x in arrays.values()) / 1e9, "GB"
+  ) as bar:
+
+    def finish_first() -> int:
+      name, finish = pending.popleft()
+      transferred[name] = finish()
+      bar.advance(arrays[name].nbytes / 1e9)
+      return arrays[name].nbytes
+
+    for name, array in arrays.items():
+      while pending and bytes_in_flight + array.nbytes > MAX_BYTES_IN_FLIGHT:
+        bytes_in_flight -= finish_first()
+      pending.append((name, start_device_transfer(array, shardings[name])))
+      bytes_in_flight += array.nbytes
+    while pending:
+      finish_first()
+  return transferred
+
+
+def _initialize_missing(
+  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any], path: epath.PathLike
+) -> dict[str, Any]:
+  """Returns initial optimizer state, step and fp8 state, by flat name, where a checkpoint has none.
+
+  Args:
+    restored: flat dict with all parameters.
+    shardings: flat dict of the sharding of each leaf.
+  """
+  leaves = flatten_arrays(train_state.state_dict())
+  missing = {name: leaf for name, leaf in leaves.items() if name not in restored}
+  if not missing:
+    return {}
+  initial, states = {}, list(filter(is_optimizer_state, missing))
+  for name in missing.keys() - states:
+    # A scale of fp8 begins with 1; the step and the history of maxima begin with 0.
+    is_scale = name.rpartition("/")[2].endswith(("scale", "scale_inv"))
+    value = np.full(missing[name].shape, 1 if is_scale else 0, missing[name].dtype)
+    initial[name] = jax.device_put(value, shardings[name])
+
+  def init(params: Any) -> dict[str, jax.Array]:
+    state = train_state.optimizer_def.init_state(params)
+    fresh = train_state.replace(params=params, step=state.step, param_states=state.param_states)
+    flat = flatten_state_dict(fresh.state_dict())
+    return {name: jnp.asarray(flat[name]) for name in states}
+
+  if states:
+    params = unflatten_state_dict(restored)["target"]
+    initial |= jax.jit(init, out_shardings={name: shardings[name] for name in states})(params)
+  kinds = " and ".join(sorted(set(map(_kind_of_state, missing))))
+  # A folder of Hugging Face has no step, and inference needs none.
+  level = logging.INFO if kinds == "step" else logging.WARNING
+  _log.log(level, "checkpoint %s has no %s, which is initialized", path, kinds)
+  return initial
+
+
+def _kind_of_state(name: str) -> str:
+  if name == _STEP:
+    return "step"
+  return "optimizer state" if is_optimizer_state(name) else "fp8 state"

@@ -12,32 +12,35 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
-from rosetta_t5.checkpoints.config import (
-  CheckpointConfig,
-  RestoreCheckpointConfig,
-  SaveCheckpointConfig,
-)
-from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+from rosetta_t5.checkpoints.checkpoint_folders import (
   all_steps,
   checkpoint_path,
   older_steps,
   read_run_facts,
   step_of,
 )
-from rosetta_t5.checkpoints.reading import UnreadableCheckpointError
-from rosetta_t5.checkpoints.restore import (
-  check_and_init_fallback_state,
+from rosetta_t5.checkpoints.config import (
+  CheckpointConfig,
+  RestoreCheckpointConfig,
+  SaveCheckpointConfig,
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
+)
+from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
+from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.restore import UnreadableCheckpointError
+from rosetta_t5.checkpoints.train_state_initializer import (
+  TrainStateInitializer,
+  check_and_init_fallback_state,
   restore,
 )
-from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer
-from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
+from rosetta_t5.distributed.coordination import broadcast_text
+from rosetta_t5.manifest import DamagedFileError
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
+# The run fact with digests of the vocabularies by side ("input", "output").
+VOCABULARIES = "vocabularies"
 # How long a process waits for another one that reads more, or from a slower disk.
 _RESTORE_TIMEOUT_S = 3600.0
 
@@ -106,7 +109,7 @@ def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dic
     return {}
   paths = [checkpoint_path(model_dir, step) for step in reversed(older_steps(restore_path))]
   for path in (restore_path, *paths):
-    with contextlib.suppress(ChecksumError):
+    with contextlib.suppress(ValueError):
       if facts := read_run_facts(path):
         return facts
   return {}
@@ -136,6 +139,88 @@ def restored_checkpoint(restore_path: str | None, step: int) -> str | None:
   if restore_path is None or epath.Path(restore_path).exists():
     return restore_path
   return os.fspath(checkpoint_path(epath.Path(restore_path).parent, step))
+
+
+def check_vocabularies(
+  digests: Mapping[str, str], restore_cfg: RestoreCheckpointConfig | None
+) -> None:
+  """Checks that a model's vocabularies have the contents with which its checkpoints were trained.
+
+  With others of the same size, the parameters would give meaningless texts without an error.
+
+  Args:
+    digests: the contents of the model's vocabularies, by side (`data.vocabulary_digests`).
+    restore_cfg: the checkpoints. Those of other programs do not have the digests and are not checked.
+
+  Raises:
+    ValueError: a vocabulary differs.
+  """
+  _, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  for path in paths:
+    trained: Mapping[str, str] = {}
+    with contextlib.suppress(DamagedFileError):  # raised again by the restore
+      trained = read_run_facts(path).get(VOCABULARIES) or {}
+    if changed := [side for side in digests if trained.get(side, digests[side]) != digests[side]]:
+      raise ValueError(
+        f"The model's vocabulary ({', '.join(changed)}) is not the one with which {path} was trained: "
+        "its file was replaced, or another was chosen. Use the original file. If you want the other "
+        "one, train and infer accept it with verify_matching_vocabs_fn = None"
+      )
+
+
+def check_source_configs(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
+  """Checks that a model computes what the config.json of its checkpoints states; see `check_source_config`.
+
+  Args:
+    model: the model.
+    restore_cfg: the checkpoints. Only those from Hugging Face folders have such a file.
+
+  Raises:
+    ValueError: the network has other settings, or the vocabulary another end token.
+  """
+  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  for path in paths:
+    check_source_config(model, path, strict=cfg is None or cfg.strict)
+
+
+def restore_for_inference(
+  model: Any,
+  restore_cfg: RestoreCheckpointConfig,
+  partitioner: BasePartitioner,
+  task_feature_lengths: Mapping[str, int],
+) -> tuple[Any, Any]:
+  """Returns an `InferenceState` of one checkpoint, and the same with PartitionSpecs in place of arrays.
+
+  Args:
+    model: the model.
+    restore_cfg: the checkpoint.
+    partitioner: specifies how the parameters are sharded.
+    task_feature_lengths: the lengths of the features.
+
+  Raises:
+    ValueError: there is no checkpoint, it belongs to another model, or the features are not the model's.
+  """
+  converter = model.FEATURE_CONVERTER_CLS(pack=False)
+  if set(task_feature_lengths or ()) != set(converter.TASK_FEATURES):
+    raise ValueError(
+      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
+      f"{task_feature_lengths} (task_feature_lengths)"
+    )
+  lengths = converter.get_model_feature_lengths(task_feature_lengths)
+  initializer = TrainStateInitializer(
+    optimizer_def=None,
+    init_fn=model.get_initial_variables,
+    input_shapes={name: (1, length) for name, length in lengths.items()},
+    partitioner=partitioner,
+  )
+  check_source_configs(model, restore_cfg)
+  state = initializer.from_checkpoint([restore_cfg])
+  if state is None:
+    raise ValueError(
+      f"There is no checkpoint in {restore_cfg.path} (mode = {restore_cfg.mode!r}): give another path "
+      "(RestoreCheckpointConfig.path), or train first, with utils.CheckpointConfig.save"
+    )
+  return state, initializer.train_state_axes
 
 
 def create_checkpoint_manager_and_restore(
@@ -198,37 +283,14 @@ def _restore_latest_undamaged(
 ) -> Any:
   """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:
-    state, failure = None, None
     try:
-      state = restore(manager, path, cfg, fallback_state)
-    except ValueError as error:
-      failure = error
-    damage = _agree_on_damage(epath.Path(path), failure)
-    if damage is None:
-      return state
-    is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
-    if not (is_own and cfg.mode == "latest" and older_steps(path)):
-      raise failure or UnreadableCheckpointError(damage)
-    path = _rename_damaged(path, damage)
-    manager.reload()
-
-
-def _agree_on_damage(folder: epath.Path, failure: ValueError | None) -> str | None:
-  """Returns the damage that any process found in its part of a checkpoint, on all processes.
-
-  Raises:
-    ValueError: a process could not restore for another reason.
-  """
-  own = "" if failure is None else f"error {failure}"
-  if isinstance(failure, UnreadableCheckpointError):
-    own = f"damage {failure.damage}"
-  texts = allgather_text(own, f"restored {folder.name}", _RESTORE_TIMEOUT_S)
-  if failure is not None and own.startswith("error "):
-    raise failure
-  for index, text in enumerate(texts):
-    if text.startswith("error "):
-      raise ValueError(f"process {index}: {text.removeprefix('error ')}")
-  return next((text.removeprefix("damage ") for text in texts if text), None)
+      return restore(manager, path, cfg, fallback_state)
+    except UnreadableCheckpointError as error:
+      is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
+      if not (is_own and cfg.mode == "latest" and older_steps(path)):
+        raise
+      path = _rename_damaged(path, error.damage)
+      manager.reload()
 
 
 def _rename_damaged(path: str, damage: str) -> str:

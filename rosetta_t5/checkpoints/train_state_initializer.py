@@ -1,28 +1,127 @@
-"""The initializer of train states, which computes them on the devices or restores them."""
+"""The initializer of train states, which computes them leaf by leaf on the devices or restores them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
 from flax.core import freeze
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
-from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
-from rosetta_t5.checkpoints.restore import (
-  check_and_init_fallback_state,
-  check_source_configs,
-  check_vocabularies,
+from rosetta_t5.checkpoints.config import (
+  RestoreCheckpointConfig,
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
-  restore,
 )
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.restore import UnreadableCheckpointError, find_matching_arrays
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
+
+PyTree = Any
+
+# A leaf that depends on most of the program (such as an initializer that uses data) has a large slice.
+# If all slices together are at least this many times as long as the program, it runs as a whole.
+_MAX_GROWTH = 4
+
+
+class _Slice(NamedTuple):
+  """The part of a program that computes one of its outputs.
+
+  Attributes:
+    program: a function of the random key and of the folded constants.
+    folded: the constants that modules fold into the key. They are arguments of the program, so that
+      two modules with equal initializers have equal programs.
+  """
+
+  program: Jaxpr
+  folded: tuple[np.ndarray, ...]
+
+
+class LeafwiseFunction:
+  """A function of a random key that is traced once and compiled leaf by leaf.
+
+  Attributes:
+    out_shape: the tree of the outputs' shapes and dtypes.
+    key: the shape and dtype of the key for which it is traced.
+  """
+
+  def __init__(self, fn: Callable[[jax.Array], PyTree], key: jax.Array):
+    """Traces `fn` for keys like `key` without computing anything."""
+    self._fn = fn
+    self._program, self.out_shape = jax.make_jaxpr(fn, return_shape=True)(key)
+    self.key = jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+  def partition(
+    self, partitioner: BasePartitioner, out_axes: PyTree
+  ) -> Callable[[jax.Array], PyTree]:
+    """Returns a function that computes each leaf with the sharding in `out_axes` (PartitionSpecs)."""
+    program = self._program.jaxpr
+    producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
+    slices = [_slice_for_output(program, output, producers) for output in program.outvars]
+    if sum(len(part.program.eqns) for part in slices) >= _MAX_GROWTH * len(program.eqns):
+      return partitioner.partition(self._fn, None, out_axes)
+    specs, structure = jax.tree.flatten(out_axes)
+    # Programs with equal text are equal, because jax numbers the variables in order of appearance.
+    kinds = [(str(part.program), spec) for part, spec in zip(slices, specs, strict=True)]
+    compiled = {
+      (text, spec): partitioner.partition(
+        _evaluator(part.program, self._program.consts), None, spec
+      )
+      for (text, spec), part in dict(zip(kinds, slices, strict=True)).items()
+    }
+
+    def run(key: jax.Array) -> PyTree:
+      leaves = [compiled[kind](key, part.folded) for kind, part in zip(kinds, slices, strict=True)]
+      return jax.tree.unflatten(structure, leaves)
+
+    return run
+
+
+def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int]) -> _Slice:
+  """Returns the part of a program that computes `output`.
+
+  Args:
+    producers: for each variable, the index of the equation that computes it.
+  """
+  needed: set[int] = set()
+  pending = [output]
+  while pending:
+    variable = pending.pop()
+    index = None if isinstance(variable, Literal) else producers.get(variable)
+    if index is not None and index not in needed:
+      needed.add(index)
+      pending.extend(program.eqns[index].invars)
+  equations, folded_inputs, folded = [], [], []
+  for eqn in (program.eqns[index] for index in sorted(needed)):
+    if eqn.primitive.name == "random_fold_in" and isinstance(constant := eqn.invars[1], Literal):
+      aval: Any = constant.aval
+      folded_inputs.append(Var(aval))
+      folded.append(np.asarray(constant.val, aval.dtype))
+      eqn = eqn.replace(invars=[eqn.invars[0], folded_inputs[-1]])
+    equations.append(eqn)
+  inputs = [*program.invars, *folded_inputs]
+  debug_info = program.debug_info.with_unknown_names()
+  sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
+  return _Slice(sliced, tuple(folded))
+
+
+def _evaluator(program: Jaxpr, constants: list[Any]) -> Callable[..., jax.Array]:
+  """Returns the function (key, folded constants) → output of a slice."""
+  function = jaxpr_as_fun(ClosedJaxpr(program, constants))
+
+  def evaluate(key: jax.Array, folded: tuple[Any, ...]) -> jax.Array:
+    return jnp.asarray(function(key, *folded)[0])
+
+  return evaluate
 
 
 class TrainStateInitializer:
@@ -135,42 +234,103 @@ class TrainStateInitializer:
     return self.from_scratch(init_rng) if state is None else state
 
 
-def restore_for_inference(
-  model: Any,
+def restore(
+  checkpoint_manager: OrbaxCheckpointManagerInterface,
+  paths: str | Sequence[str],
   restore_cfg: RestoreCheckpointConfig,
-  partitioner: BasePartitioner,
-  task_feature_lengths: Mapping[str, int],
-) -> tuple[Any, Any]:
-  """Returns an `InferenceState` of one checkpoint, and the same with PartitionSpecs in place of arrays.
+  fallback_state: Mapping[str, Any] | None = None,
+) -> Any:
+  """Returns the train state of the checkpoint at `paths`, or a list of states for several paths.
 
   Args:
-    model: the model, whose vocabularies must be those of the checkpoint.
-    restore_cfg: the checkpoint.
-    partitioner: specifies how the parameters are sharded.
-    task_feature_lengths: the lengths of the features.
+    checkpoint_manager: the manager, which knows the train state's shapes and sharding.
+    paths: one path, or several.
+    fallback_state: nested state dict that provides what the checkpoint lacks.
+  """
+  if not isinstance(paths, str):
+    states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
+    return states[0] if len(states) == 1 else states
+  options: dict[str, Any] = {}
+  restore_one: Callable[..., Any] = checkpoint_manager.restore
+  if isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface):
+    # Users' own manager classes have only T5X's arguments.
+    options = {"restore_dataset": restore_cfg.restore_dataset, "strict": restore_cfg.strict}
+    if checkpoint_manager.user_restore is not None:
+      restore_one, options = checkpoint_manager.user_restore, {}
+  return restore_one(
+    path=paths,
+    fallback_state=fallback_state,
+    state_transformation_fns=restore_cfg.state_transformation_fns,
+    **options,
+  )
+
+
+def check_compatibility(
+  path: epath.PathLike, expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
+) -> None:
+  """Checks that the checkpoint at `path` can be restored.
+
+  Args:
+    path: a checkpoint of any layout.
+    expected: nested state dict of the train state's leaves (`shape`, `dtype`).
 
   Raises:
-    ValueError: there is no checkpoint, it belongs to another model, or the features are not the model's.
+    CheckpointMismatchError: the checkpoint does not match.
+    UnreadableCheckpointError: files are missing or damaged.
+    ValueError: there is no checkpoint.
   """
-  converter = model.FEATURE_CONVERTER_CLS(pack=False)
-  if set(task_feature_lengths or ()) != set(converter.TASK_FEATURES):
-    raise ValueError(
-      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
-      f"{task_feature_lengths} (task_feature_lengths)"
-    )
-  lengths = converter.get_model_feature_lengths(task_feature_lengths)
-  initializer = TrainStateInitializer(
-    optimizer_def=None,
-    init_fn=model.get_initial_variables,
-    input_shapes={name: (1, length) for name, length in lengths.items()},
-    partitioner=partitioner,
+  find_matching_arrays(
+    path,
+    expected,
+    allow_missing=restore_cfg.fallback_to_scratch,
+    allow_unexpected=not restore_cfg.strict,
+    transformations=restore_cfg.state_transformation_fns,
   )
-  check_vocabularies(model, restore_cfg)
-  check_source_configs(model, restore_cfg)
-  state = initializer.from_checkpoint([restore_cfg])
-  if state is None:
+
+
+def get_fallback_state(
+  restore_cfg: RestoreCheckpointConfig | None,
+  init_fn: Callable[[jax.Array], TrainState],
+  init_rng: jax.Array | None,
+) -> dict[str, Any] | None:
+  """Returns a newly initialized state dict if `restore_cfg` allows a fallback to one, else None.
+
+  Raises:
+    ValueError: a fallback is allowed, but `init_rng` is None.
+  """
+  if restore_cfg is None or not restore_cfg.fallback_to_scratch:
+    return None
+  if init_rng is None:
     raise ValueError(
-      f"There is no checkpoint in {restore_cfg.path} (mode = {restore_cfg.mode!r}): give another path "
-      "(RestoreCheckpointConfig.path), or train first, with utils.CheckpointConfig.save"
+      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key for the initialization: "
+      "give fallback_init_rng (of evaluate or infer), or set fallback_to_scratch to False"
     )
-  return state, initializer.train_state_axes
+  return init_fn(init_rng).state_dict()
+
+
+def check_and_init_fallback_state(
+  checkpoint_manager: OrbaxCheckpointManagerInterface,
+  paths: Sequence[str],
+  restore_cfg: RestoreCheckpointConfig,
+  expected: TrainState,
+  init_fn: Callable[[jax.Array], TrainState],
+  init_rng: jax.Array | None,
+) -> dict[str, Any] | None:
+  """Returns `get_fallback_state` after checking that each of `paths` can be restored with it.
+
+  The check comes first, because the fallback state takes memory.
+
+  Args:
+    checkpoint_manager: the manager that will restore. With a user's own class nothing is checked.
+    expected: the train state's shapes.
+
+  Raises:
+    CheckpointMismatchError: a checkpoint does not match even with the fallback.
+    ValueError: a fallback is allowed, but `init_rng` is None.
+  """
+  is_ours = isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface)
+  if restore_cfg.fallback_to_scratch and is_ours:
+    for path in paths:
+      with contextlib.suppress(UnreadableCheckpointError):  # raised again by the restore
+        check_compatibility(path, expected.state_dict(), restore_cfg)
+  return get_fallback_state(restore_cfg, init_fn, init_rng)

@@ -100,7 +100,7 @@ def infer(options: argparse.Namespace) -> int:
 
 def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
   """Returns what determines the results, besides the input."""
-  from rosetta_t5.checkpoints import resolve_checkpoint, values_checksum
+  from rosetta_t5.checkpoints import fingerprint, resolve_checkpoint
 
   checkpoint = resolve_checkpoint(options.model_dir)
   names = [name for name in OPTIONS if name != "output"] + list(decoding_options.NAMES)
@@ -109,7 +109,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
     **{name: value for name, value in given.items() if value is not None},
     "flags": options.flags,
     "checkpoint": checkpoint.name,
-    "the checkpoint's values": values_checksum(checkpoint),
+    "the checkpoint's content": fingerprint(checkpoint),
   }
 
 

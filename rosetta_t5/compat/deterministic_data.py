@@ -8,7 +8,7 @@ from absl import logging
 from etils import epath
 
 from rosetta_t5 import data
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import latest_step
+from rosetta_t5.checkpoints.checkpoint_folders import latest_step
 from rosetta_t5.data.prepared import PreparedTask
 
 if TYPE_CHECKING:

@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import terminal
-from rosetta_t5.checkpoints.arrays import checksums
-from rosetta_t5.checkpoints.arrays.averages import with_averages
+from rosetta_t5 import manifest, terminal
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
-from rosetta_t5.checkpoints.arrays.t5_names import EMBEDDING
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
-from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
+from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
+from rosetta_t5.checkpoints.arrays.tree_layouts import EMBEDDING, to_plain_tree, to_scalable_tree
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.reading import read_arrays, stored_step
+from rosetta_t5.checkpoints.restore import read_arrays, stored_step, verify_files
 from rosetta_t5.conversion import model_card, verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
@@ -105,6 +103,7 @@ def convert(
   """
   started = time.monotonic()
   path = checkpoint_folders.resolve_checkpoint(source)
+  verify_files(path)
   stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
   arrays = _select_arrays(_cast(stored, dtype), to, tree, encoder_only)
   settings = read_model_settings(path, arrays, activations, config)
@@ -132,10 +131,9 @@ def convert(
       verified = verification.verify(arrays, path, unfinished, settings)
     report(verified)
     if to == "hf":
-      written = read_arrays(unfinished, warn_without_checksums=False)
-      checksums.compute_and_write(unfinished, written)
       model_card.write(unfinished, final.name, path, settings.source_config, arrays, verified)
       report("README.md describes the model: check it and set its license before you publish it")
+    manifest.write(unfinished, [n for n in manifest.files_in(unfinished) if n != "README.md"])
   seconds = time.monotonic() - started
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
   report(f"wrote {final} in {seconds:.0f} s with at most {peak:.2f} GB of memory")
@@ -192,6 +190,6 @@ def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
   arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
   if to == "t5x-legacy":
     items = terminal.track(arrays.items(), "writing", len(arrays), "arrays")
-    t5x_legacy.write(folder, items)
+    t5x_layouts.write_older(folder, items)
   else:
-    orbax_writer.write(folder, arrays)
+    t5x_layouts.write_orbax(folder, arrays)

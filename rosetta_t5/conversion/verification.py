@@ -22,12 +22,12 @@ import psutil
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from rosetta_t5.checkpoints.arrays import t5_names
+from rosetta_t5.checkpoints.arrays import tree_layouts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks import t5 as t5_network
@@ -78,7 +78,7 @@ def verify(
   Raises:
     ConversionError: the logits or parameters differ.
   """
-  written = read_arrays(folder, warn_without_checksums=False)  # this program has just written it
+  written = read_arrays(folder)  # this program has just written it
   to_transformers = hugging_face_folder.is_hugging_face(folder)
   theirs = next(filter(hugging_face_folder.is_hugging_face, (folder, path)), None)
   fits = _fits(sum(array.size for name, array in written.items() if name.startswith("target/")))
@@ -257,7 +257,7 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
 
 def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
   """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
-  table = arrays[gpt.EMBEDDING if settings.is_gpt else t5_names.EMBEDDING]
+  table = arrays[gpt.EMBEDDING if settings.is_gpt else tree_layouts.EMBEDDING]
   random = np.random.default_rng(0)
   # Small vocabularies, as in tests, have few ids that are not special.
   inputs, targets = (

@@ -13,7 +13,7 @@ import numpy as np
 from flax.core import unfreeze
 from jax import export as jax_export
 
-from rosetta_t5 import checkpoints
+from rosetta_t5 import checkpoints, data
 from rosetta_t5.argument_types import Positive
 from rosetta_t5.inference.expert_capacity import inference_step
 from rosetta_t5.parallel import BasePartitioner
@@ -160,6 +160,7 @@ def restore_params(
   Raises:
     ValueError: there is no checkpoint, or it belongs to another model.
   """
+  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
   state, _ = checkpoints.restore_for_inference(
     model, restore_cfg, partitioner, task_feature_lengths
   )

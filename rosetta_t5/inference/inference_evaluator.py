@@ -16,7 +16,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import data, terminal
-from rosetta_t5.checkpoints.saved_state import get_local_data
+from rosetta_t5.checkpoints.saved_items import get_local_data
 from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
 from rosetta_t5.distributed import until_interrupted
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind

@@ -153,7 +153,7 @@ class InteractiveModel:
     if self.restore_cfg is None:
       latest = checkpoints.RestoreCheckpointConfig(self.output_dir, mode="latest")
       return initializer.from_checkpoint_or_scratch([latest], init_rng=init_rng)
-    checkpoints.check_vocabularies(self.model, self.restore_cfg)
+    checkpoints.check_vocabularies(data.vocabulary_digests(self.model), self.restore_cfg)
     checkpoints.check_source_configs(self.model, self.restore_cfg)
     state = initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
     if state is None:

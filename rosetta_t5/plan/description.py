@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.checkpoints import read_start_facts
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import step_of
+from rosetta_t5.checkpoints.checkpoint_folders import step_of
 from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves

@@ -10,8 +10,8 @@ from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
   create_orbax_checkpoint_manager,
 )
-from rosetta_t5.checkpoints.arrays.assignment_map import apply_assignment_map
-from rosetta_t5.checkpoints.restore import restore
+from rosetta_t5.checkpoints.arrays.state_dicts import apply_assignment_map
+from rosetta_t5.checkpoints.train_state_initializer import restore
 
 
 def test_the_first_rule_that_matches_the_whole_name_applies():

@@ -10,7 +10,7 @@ import pytest
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays
-from rosetta_t5.checkpoints.restored_state import find_matching_arrays
+from rosetta_t5.checkpoints.restore import find_matching_arrays
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.optax_wrapper import average_parameters

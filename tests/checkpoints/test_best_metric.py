@@ -7,8 +7,12 @@ import functools
 import pytest
 
 from rosetta_t5.checkpoints import SaveCheckpointConfig, all_steps, create_orbax_checkpoint_manager
-from rosetta_t5.checkpoints.model_dir.best_metric import BestMetric, populate_metrics_for_steps
-from rosetta_t5.checkpoints.model_dir.retention import Retention, pin_checkpoint
+from rosetta_t5.checkpoints.model_dir import (
+  BestMetric,
+  Retention,
+  pin_checkpoint,
+  populate_metrics_for_steps,
+)
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import SaveBestCheckpointer
 
 

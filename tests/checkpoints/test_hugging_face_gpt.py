@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
 from rosetta_t5.conversion import convert
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
@@ -152,7 +152,7 @@ def test_a_conversion_to_t5x_and_back_keeps_arrays_and_config(kind, tmp_path):
 
 def write_run(folder, arrays, **values):
   """Writes a run's folder: a checkpoint and its config.gin."""
-  orbax_writer.write(folder / "checkpoint_3", arrays)
+  t5x_layouts.write_orbax(folder / "checkpoint_3", arrays)
   lines = (f"network.TransformerConfig.{name} = {value!r}" for name, value in values.items())
   (folder / "config.gin").write_text("\n".join([*lines, "network.X.config = @Y()", ""]))
 
@@ -240,7 +240,7 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
   (tmp_path / "theirs").mkdir()
   write_folder(tmp_path / "theirs", "gpt2")
   arrays = read_arrays(tmp_path / "theirs")
-  orbax_writer.write(tmp_path / "bare/checkpoint_1", arrays)
+  t5x_layouts.write_orbax(tmp_path / "bare/checkpoint_1", arrays)
   values = network_values(tmp_path / "theirs")
   for name, changes in (
     ("elu", {"mlp_activations": ("elu",)}),

@@ -21,7 +21,7 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.formats.hugging_face import folder, t5, weight_files
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.convert import convert
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"

@@ -6,14 +6,13 @@ import pathlib
 
 import numpy as np
 
-from rosetta_t5 import cli
+from rosetta_t5 import cli, manifest
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.formats import t5x_layouts
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion import convert
 
 MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
-CHECKSUMS = "checksums-00000-of-00001.json"
 
 
 def run(*arguments):
@@ -37,7 +36,7 @@ def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
 def test_values_that_are_not_finite_differ_from_others(tmp_path, capsys):
   for name, first in (("a", 1.0), ("b", np.nan), ("c", np.inf)):
     values = as_stored_array(np.array([first, np.nan, np.inf], np.float32))
-    orbax_writer.write(tmp_path / name, {"target/w": values})
+    t5x_layouts.write_orbax(tmp_path / name, {"target/w": values})
   assert run("ckpt", "diff", tmp_path / "a", tmp_path / "a") == 0
   assert run("ckpt", "diff", tmp_path / "a", tmp_path / "b") == 1
   assert "target/w: differs by up to nan" in capsys.readouterr().out
@@ -60,11 +59,11 @@ def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, ca
 def test_verify_finds_changed_and_missing_files(tmp_path, capsys):
   checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
   assert run("ckpt", "verify", tmp_path) == 0
-  assert "compared with the checksums of its save, 0 problems" in capsys.readouterr().out
+  assert "files compared with checksums.json, 0 problems" in capsys.readouterr().out
   other = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
   (checkpoint / "target.encoder.layers_0.mlp.wi_1.kernel/0.0").write_bytes(other.read_bytes())
   assert run("ckpt", "verify", tmp_path) == 1
-  assert "wi_1/kernel in " in capsys.readouterr().out
+  assert "wi_1.kernel/0.0 is damaged" in capsys.readouterr().out
   other.unlink()
   assert run("ckpt", "verify", tmp_path) == 1
   assert "wi_0/kernel cannot be read" in capsys.readouterr().out
@@ -74,12 +73,12 @@ def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothi
   tmp_path, capsys
 ):
   checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
-  (checkpoint / CHECKSUMS).unlink()
+  (checkpoint / manifest.NAME).unlink()
   assert run("ckpt", "verify", tmp_path) == 0
-  assert "no checksums to compare with (verify --write stores them), 0 problems" in (
+  assert "no checksums.json to compare with (verify --write writes it), 0 problems" in (
     capsys.readouterr().out
   )
-  assert not (checkpoint / CHECKSUMS).exists()
+  assert not (checkpoint / manifest.NAME).exists()
   damaged = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
   damaged.write_bytes(damaged.read_bytes()[:-9])
   assert run("ckpt", "verify", tmp_path) == 1
@@ -93,7 +92,7 @@ def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_pa
   arrays = read_arrays(checkpoint)
   name = "target/encoder/layers_0/mlp/wi_0/kernel"
   arrays[name] = as_stored_array(np.full(arrays[name].shape, np.nan, np.float32))
-  orbax_writer.write(tmp_path / "spoilt/checkpoint_1000", arrays)
+  t5x_layouts.write_orbax(tmp_path / "spoilt/checkpoint_1000", arrays)
   assert run("ckpt", "verify", tmp_path / "spoilt") == 1
   size = arrays[name].size
   assert f"{name} contains {size} values that are not finite" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.checkpoints.arrays.leafwise_init import LeafwiseFunction
+from rosetta_t5.checkpoints.train_state_initializer import LeafwiseFunction
 from rosetta_t5.parallel import PjitPartitioner
 
 KEY = jax.random.PRNGKey(3)

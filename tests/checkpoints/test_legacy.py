@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
-from rosetta_t5.checkpoints.formats import t5x_legacy
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
 from rosetta_t5.compat.checkpoints.checkpoint_loading import (
   LazyAwaitableArray,
@@ -53,7 +53,7 @@ def test_a_saved_state_is_restored_exactly_and_sharded(setup, tmp_path):
 def test_the_files_have_the_format_of_t5x(setup, tmp_path, shared):
   arrays = flatten_state_dict(setup.state(step=3).state_dict())
   arrays["target/wi"] = arrays["target/wi"].astype(jnp.bfloat16)
-  t5x_legacy.write(tmp_path / "checkpoint_3", arrays.items())
+  t5x_layouts.write_older(tmp_path / "checkpoint_3", arrays.items())
   index = serialization.msgpack_restore((tmp_path / "checkpoint_3/checkpoint").read_bytes())
   theirs = serialization.msgpack_restore(
     (shared / "reference/t5x_legacy/checkpoint_10/checkpoint").read_bytes()

@@ -13,8 +13,8 @@ import pytest
 from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
-from rosetta_t5.checkpoints.model_dir.retention import pin_checkpoint
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.model_dir import pin_checkpoint
+from rosetta_t5.checkpoints.restore import read_arrays
 
 
 def assert_equal_states(got, expected):
@@ -161,7 +161,6 @@ def test_dataset_position_is_saved_at_the_step_and_restored(setup, counter, tmp_
   saved = tmp_path / "checkpoint_1/dataset"
   assert {file.name for file in saved.glob("train_ds*")} == {
     "train_ds-000-of-001",
-    "train_ds-000-of-001.checksums",
   }
   restorer = setup.manager(tmp_path, dataset_iterator=counter)
   restorer.restore(step=1)

@@ -14,12 +14,12 @@ import pytest
 from rosetta_t5.checkpoints import CheckpointMismatchError, UnreadableCheckpointError
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.formats import mesh_tf
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import (
+from rosetta_t5.checkpoints.checkpoint_folders import (
   CheckpointTypes,
   detect_checkpoint_type,
 )
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.formats import mesh_tf
+from rosetta_t5.checkpoints.restore import read_arrays
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 

@@ -9,7 +9,7 @@ import pytest
 from rosetta_t5 import checkpoints
 from rosetta_t5.checkpoints import CheckpointMismatchError, RestoreCheckpointConfig, mismatch
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.restored_state import find_matching_arrays, read_state
+from rosetta_t5.checkpoints.restore import find_matching_arrays
 
 
 def struct(*shape, dtype=np.float32):
@@ -98,7 +98,7 @@ def test_nothing_is_read_when_names_differ():
 
   arrays = {"target/a": StoredArray((2,), np.float32, fail)}
   with pytest.raises(CheckpointMismatchError):
-    read_state("here", {"target": {"b": struct(2)}}, {}, arrays=arrays)
+    find_matching_arrays("here", {"target": {"b": struct(2)}}, arrays=arrays)
 
 
 def test_compatibility_is_checked_without_restoring(setup, make_setup, tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rosetta_t5.checkpoints.model_dir import retention
+from rosetta_t5.checkpoints import model_dir
 
 
 def make(folder):
@@ -15,18 +15,18 @@ def make(folder):
 
 def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
-  retention.pin_checkpoint(folder)
-  assert retention.is_pinned_checkpoint(folder)
-  retention.remove_checkpoint_dir(folder)
-  retention.remove_dataset_checkpoint(folder, "train_ds")
+  model_dir.pin_checkpoint(folder)
+  assert model_dir.is_pinned_checkpoint(folder)
+  model_dir.remove_checkpoint_dir(folder)
+  model_dir.remove_dataset_checkpoint(folder, "train_ds")
   assert (folder / "dataset/train_ds-000-of-001").exists()
-  retention.unpin_checkpoint(folder)
-  retention.remove_checkpoint_dir(folder)
+  model_dir.unpin_checkpoint(folder)
+  model_dir.remove_checkpoint_dir(folder)
   assert not folder.exists()
-  retention.remove_checkpoint_dir(folder)
+  model_dir.remove_checkpoint_dir(folder)
 
 
 def test_only_dataset_positions_are_removed_from_either_layout(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
-  retention.remove_dataset_checkpoint(folder, "train_ds")
+  model_dir.remove_dataset_checkpoint(folder, "train_ds")
   assert sorted(path.name for path in folder.rglob("*")) == ["checkpoint", "dataset"]

@@ -11,12 +11,12 @@ from forked_python import python
 from tiny_state import Setup, Tiny
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.model_dir.retention import REMOVED_FOLDER, remove_checkpoint_dir
+from rosetta_t5.checkpoints.model_dir import REMOVED_FOLDER, remove_checkpoint_dir
 
 # Deletes a checkpoint of two files, and is killed after the first of them.
 KILLED = """
 import os, signal, sys
-from rosetta_t5.checkpoints.model_dir.retention import remove_checkpoint_dir
+from rosetta_t5.checkpoints.model_dir import remove_checkpoint_dir
 unlink = os.unlink
 def once(*args, **kwargs):
   unlink(*args, **kwargs)

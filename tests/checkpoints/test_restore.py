@@ -368,9 +368,11 @@ def test_a_vocabulary_that_is_not_that_of_the_training_is_refused(setup, tmp_pat
   manager.save(setup.state(step=5))
   manager.close()
   cfg = RestoreCheckpointConfig(path=str(tmp_path / "run"))
-  check_vocabularies(trained, cfg)
-  check_vocabularies(types.SimpleNamespace(output_vocabulary=import_seqio().ByteVocabulary()), cfg)
+  check_vocabularies(data.vocabulary_digests(trained), cfg)
+  check_vocabularies({}, cfg)
   with pytest.raises(
     ValueError, match=r"vocabulary \(output\) is not .* \S+/run/checkpoint_5 was trained"
   ):
-    check_vocabularies(model("one day a red fox", "one day a red cox"), cfg)
+    check_vocabularies(
+      data.vocabulary_digests(model("one day a red fox", "one day a red cox")), cfg
+    )

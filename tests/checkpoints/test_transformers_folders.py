@@ -25,7 +25,7 @@ from rosetta_t5.checkpoints import (
   check_source_configs,
 )
 from rosetta_t5.checkpoints.formats.hugging_face import folder
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.conversion.verification import network_outputs

@@ -12,9 +12,9 @@ from tiny_models import T5_1_1, make_batch, make_model, make_state
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig
-from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
-from rosetta_t5.checkpoints.restored_state import restore_train_state
+from rosetta_t5.checkpoints.restore import restore_train_state
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from t5x.contrib.moe.checkpoints import UpcycleCheckpointer
@@ -36,7 +36,7 @@ def dense(tmp_path):
   state = make_state(Transformer(DENSE))
   arrays = {n: as_stored_array(x) for n, x in flatten_arrays(state.state_dict()).items()}
   path = tmp_path / "checkpoint_0"
-  orbax_writer.write(path, arrays)
+  t5x_layouts.write_orbax(path, arrays)
   return path
 
 
@@ -74,6 +74,6 @@ def test_another_number_of_experts_is_refused_by_name(tmp_path):
   state = make_state(Transformer(EXPERTS))
   path = tmp_path / "checkpoint_0"
   arrays = {n: as_stored_array(x) for n, x in flatten_arrays(state.state_dict()).items()}
-  orbax_writer.write(path, arrays)
+  t5x_layouts.write_orbax(path, arrays)
   with pytest.raises(CheckpointMismatchError, match="num_experts = 4"):
     restore(path, dataclasses.replace(EXPERTS, num_experts=8))

@@ -14,7 +14,7 @@ from flax.linen import partitioning as nn_partitioning
 
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
-from rosetta_t5.checkpoints.formats import t5x_legacy
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
@@ -74,7 +74,7 @@ class Setup:
 def write_older_layout(folder: pathlib.Path, state: TrainState) -> None:
   """Writes `folder/checkpoint_STEP` in T5X's older layout."""
   arrays = flatten_state_dict(state.state_dict())
-  t5x_legacy.write(folder / f"checkpoint_{int(state.step)}", arrays.items())
+  t5x_layouts.write_older(folder / f"checkpoint_{int(state.step)}", arrays.items())
 
 
 class Counter:

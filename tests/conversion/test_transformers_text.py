@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import GPT2_END
@@ -119,7 +119,7 @@ def write_run(folder, module, *tokens, lines, lengths, first=None):
     table = params["target/decoder/token_embedder/embedding"].get()
     table[0] = table[first]
     params["target/decoder/token_embedder/embedding"] = as_stored_array(table)
-  orbax_writer.write(folder / "checkpoint_5", params)
+  t5x_layouts.write_orbax(folder / "checkpoint_5", params)
   is_t5 = isinstance(module, Transformer)
   text = RUN.format(
     model="EncoderDecoderModel" if is_t5 else "DecoderOnlyModel",

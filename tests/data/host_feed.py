@@ -25,7 +25,7 @@ def main(folder: pathlib.Path, task: str, port: str, processes: int, index: int)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"localhost:{port}", num_processes=processes, process_id=index)
   from rosetta_t5 import data
-  from rosetta_t5.checkpoints.dataset_position import (
+  from rosetta_t5.checkpoints.saved_items import (
     DatasetArgs,
     DatasetCheckpointHandler,
     dataset_filename,

@@ -15,8 +15,8 @@ import pyarrow as pa
 import shell
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.formats import t5x_layouts
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 TEXTS = [f"Return {n * n}, which is the square of {n} and of {-n}." for n in range(300)]
@@ -113,9 +113,9 @@ def _change_step(folder: pathlib.Path, step: int, is_legacy: bool = False) -> No
   }
   path = folder / f"checkpoint_{step}"
   if is_legacy:
-    t5x_legacy.write(path, arrays.items())
+    t5x_layouts.write_older(path, arrays.items())
   else:
-    orbax_writer.write(path, arrays)
+    t5x_layouts.write_orbax(path, arrays)
   shutil.rmtree(folder / "checkpoint_2")
 
 

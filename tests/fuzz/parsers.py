@@ -23,11 +23,11 @@ from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.formats import orbax_writer, t5x_legacy
+from rosetta_t5.checkpoints.checkpoint_folders import read_run_facts
+from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
 from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import complete_tokenizer
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import read_model_file
 from rosetta_t5.conversion.model_settings import read_model_settings
@@ -106,19 +106,12 @@ def _arrays() -> dict[str, object]:
   }
 
 
-def _write_legacy(folder: Folder) -> None:
-  t5x_legacy.write(folder / "checkpoint_3", _arrays().items())
-
-
-def _write_legacy_without_checksums(folder: Folder) -> None:
-  _write_legacy(folder)
-  next(folder.glob("*/checksums-*")).unlink()
+def _write_older(folder: Folder) -> None:
+  t5x_layouts.write_older(folder / "checkpoint_3", _arrays().items())
 
 
 def _write_orbax(folder: Folder) -> None:
-  orbax_writer.write(folder / "checkpoint_3", _arrays())
-  # As in a checkpoint of T5X, there are no checksums, which would hide other damage.
-  next(folder.glob("*/state/checksums-*")).unlink()
+  t5x_layouts.write_orbax(folder / "checkpoint_3", _arrays())
   facts = folder / "checkpoint_3/_CHECKPOINT_METADATA"
   facts.write_text(json.dumps({**json.loads(facts.read_text()), "custom_metadata": {"seed": 1}}))
 
@@ -296,15 +289,9 @@ PARSERS = (
     _read_checkpoint,
   ),
   Parser(
-    "t5x_legacy",
-    _write_legacy_without_checksums,
+    "t5x_older",
+    _write_older,
     {"*/checkpoint": MSGPACK, "*/*/.zarray": JSON, "*/*/0*": None},
-    lambda folder: _read_checkpoint(folder / "checkpoint_3"),
-  ),
-  Parser(
-    "checksums",
-    _write_legacy,
-    {"*/checksums-*": JSON},
     lambda folder: _read_checkpoint(folder / "checkpoint_3"),
   ),
   Parser(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -17,8 +16,6 @@ import numpy as np
 Index = tuple[slice, ...]
 # How much of an array is read at a time where the whole is not needed.
 _PART_BYTES = 64 << 20
-# Waits for values that are being read, and returns them.
-PendingRead = Callable[[], np.ndarray]
 
 
 class LazyArray(abc.ABC):
@@ -96,7 +93,6 @@ class StoredArray(LazyThreadPoolArray):
     dtype: Any,
     read_fn: Callable[[Index], np.ndarray],
     sliceable: bool = True,
-    start_read_fn: Callable[[Index], PendingRead] | None = None,
   ):
     """Creates a stored array.
 
@@ -105,49 +101,28 @@ class StoredArray(LazyThreadPoolArray):
       dtype: the dtype of the values that are returned.
       read_fn: reads the part at a tuple of slices.
       sliceable: see the attribute.
-      start_read_fn: starts to read a part in the background; it returns a function that waits for
-        the values, which must have the dtype `dtype`. None for a thread that calls `read_fn`.
     """
     super().__init__(shape, dtype, lambda: read_fn(tuple(slice(0, size) for size in self.shape)))
     self._read_fn = read_fn
-    self._start_read_fn = start_read_fn
     self.sliceable = sliceable
 
   def astype(self, dtype: Any) -> StoredArray:
     """Returns the same array, which is converted to `dtype` when it is read."""
-    # A conversion takes as long as a read, so it runs in a thread, too.
-    start_read_fn = self._start_read_fn if jnp.dtype(dtype) == self.dtype else None
-    return StoredArray(self.shape, dtype, self._read_fn, self.sliceable, start_read_fn)
+    return StoredArray(self.shape, dtype, self._read_fn, self.sliceable)
 
   def read(self, index: Index) -> np.ndarray:
     """Reads the part at `index`, which has one slice per axis. Slices may exceed the shape."""
-    return np.asarray(self._read_fn(self._clip(index))).astype(self.dtype, copy=False)
-
-  def row_block(self) -> tuple[int, ...]:
-    """Returns the shape of the rows that are read at a time to limit memory."""
-    if not (self.shape and self.nbytes and self.sliceable):
-      return self.shape
-    rows = max(1, _PART_BYTES * self.shape[0] // self.nbytes)
-    return (min(rows, self.shape[0]), *self.shape[1:])
+    bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=True)]
+    part = self._read_fn(tuple(slice(start, stop) for start, stop, _ in bounds))
+    return np.asarray(part).astype(self.dtype, copy=False)
 
   def parts(self) -> Iterator[Index]:
     """Yields slices of rows that cover the array, so that only a part of it is in memory at a time."""
-    if not self.shape:
-      yield ()
-      return
-    rows = max(1, self.row_block()[0])
-    for start in range(0, self.shape[0], rows):
-      yield (slice(start, start + rows), *[slice(None)] * (self.ndim - 1))
-
-  def start_read(self, index: Index) -> PendingRead:
-    """Starts to read the part at `index` in the background; returns a function that waits for it."""
-    if self._start_read_fn is None:
-      return self.executor.submit(self.read, index).result
-    return self._start_read_fn(self._clip(index))
-
-  def _clip(self, index: Index) -> Index:
-    bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=True)]
-    return tuple(slice(start, stop) for start, stop, _ in bounds)
+    rows = self.shape[0] if self.shape else 1
+    if self.sliceable and self.nbytes:
+      rows = max(1, _PART_BYTES * rows // self.nbytes)
+    for start in range(0, self.shape[0] if self.shape else 1, max(1, rows)):
+      yield (slice(start, start + rows), *[slice(None)] * (self.ndim - 1))[: self.ndim]
 
 
 def as_stored_array(value: Any) -> StoredArray:
@@ -256,24 +231,20 @@ def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
 def start_device_transfer(
   array: StoredArray, sharding: jax.sharding.Sharding
 ) -> Callable[[], jax.Array]:
-  """Starts to read this process's shards; returns a function that puts them on the devices.
+  """Starts to read this process's shards in threads; returns a function that puts them on the devices.
 
   A shard that several devices hold is read once.
   """
+  submit, everything = array.executor.submit, (slice(None),) * array.ndim
   indices: Any = sharding.addressable_devices_indices_map(array.shape).values()
   shards = {_key(index): index for index in indices}
-  if array.sliceable:
-    pending = {key: array.start_read(index) for key, index in shards.items()}
-  else:
-    wait_for_all = array.start_read((slice(None),) * array.ndim)
-
-    def wait_for(index: Index) -> np.ndarray:
-      return wait_for_all()[index]
-
-    pending = {key: functools.partial(wait_for, index) for key, index in shards.items()}
+  to_read = shards if array.sliceable else {_key(everything): everything}
+  pending = {key: submit(array.read, index) for key, index in to_read.items()}
 
   def finish() -> jax.Array:
-    parts = {key: wait() for key, wait in pending.items()}
+    parts = {key: future.result() for key, future in pending.items()}
+    if not array.sliceable:
+      parts = {key: parts[_key(everything)][index] for key, index in shards.items()}
     # Devices may keep using the memory, so each part is a contiguous array of its own.
     parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in parts.items()}
     return jax.make_array_from_callback(

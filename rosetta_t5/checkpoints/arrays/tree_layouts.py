@@ -19,6 +19,19 @@ import numpy as np
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, reshape, stack
 
+EMBEDDING = "target/token_embedder/embedding"
+HEAD = "target/decoder/logits_dense/kernel"
+ATTENTION_MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
+# The layer norms of a layer's blocks, in order.
+NORMS = {
+  "encoder": ("pre_attention_layer_norm", "pre_mlp_layer_norm"),
+  "decoder": (
+    "pre_self_attention_layer_norm",
+    "pre_cross_attention_layer_norm",
+    "pre_mlp_layer_norm",
+  ),
+}
+_LAYER_BIAS = re.compile(r"(.*/(encoder|decoder)/)layers_(\d+)/(relpos_bias/.*)")
 # The axis on which T5X stacks layers by default (T5Config.param_scan_axis).
 SCAN_AXIS = 1
 
@@ -26,12 +39,23 @@ _log = logging.getLogger(__name__)
 
 _SCANNED = re.compile(r"(.*/)(encoder|decoder)/(?:\2|layers)/(.+)")
 _LAYER = re.compile(r"(.*/)(encoder|decoder)/layers_(\d+)/(.+)")
-_LAYER_BIAS = re.compile(r"(.*/(?:encoder|decoder)/)layers_\d+/(relpos_bias/.+)")
 _SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
 _HEADS_KERNEL = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
 # The first name of the bias in T5X's scalable T5.
 _OLD_BIAS = "relative_posemb/"
 OPTIMIZER_STATE = "state/param_states/"
+
+
+def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns `arrays` with a relative bias that only layer 0 has under its stack's name.
+
+  The layers of such a stack share the bias: `encoder/layers_0/relpos_bias` becomes
+  `encoder/relpos_bias`.
+  """
+  matches = [match for name in arrays if (match := _LAYER_BIAS.fullmatch(name))]
+  own = {match[2] for match in matches if match[3] != "0"}
+  renamed = {match[0]: match[1] + match[4] for match in matches if match[2] not in own}
+  return {renamed.get(name, name): array for name, array in arrays.items()}
 
 
 class LayoutError(ValueError):
@@ -202,7 +226,7 @@ def _find_sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str]:
     pattern = re.compile(rf"{re.escape(prefix)}{side}/layers_\d+/{re.escape(rest)}")
     return sorted(filter(pattern.fullmatch, unstacked))
   if match := _LAYER_BIAS.fullmatch(name):
-    shared = f"{match[1]}{match[2]}"
+    shared = f"{match[1]}{match[4]}"
     return [shared] if shared in unstacked else []
   return []
 

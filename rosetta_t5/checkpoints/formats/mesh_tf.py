@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays import state_dicts, t5_names
+from rosetta_t5.checkpoints.arrays import state_dicts, tree_layouts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
@@ -21,7 +21,10 @@ Rule = Callable[..., tuple[str | None, Any]]
 # Suffixes of the variables that hold Adafactor's state.
 _SLOTS = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
 # `transformer` is the name of a decoder without an encoder.
-_NORMS = {**t5_names.NORMS, "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm")}
+_NORMS = {
+  **tree_layouts.NORMS,
+  "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
+}
 _SIDES = "(encoder|decoder|transformer)"
 _LAYERS = _SIDES + r"/block_(\d+)"
 
@@ -126,7 +129,7 @@ def attention_layers(
   """Renames a matrix of an attention block."""
   names = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
   block = "attention" if encdec == "encoder" else names[attntype]
-  matrix = t5_names.ATTENTION_MATRICES[qkvo]
+  matrix = tree_layouts.ATTENTION_MATRICES[qkvo]
   return _name(f"{_layer(encdec, blocknum)}/{block}/{matrix}/kernel", slot), val
 
 
@@ -237,7 +240,7 @@ def read_arrays(
     translator: the rules; None for those of T5 1.0 and 1.1.
   """
   translated = (translator or t5_importer).apply(load_tf_ckpt(path))
-  arrays = t5_names.rename_shared_biases(translated)
+  arrays = tree_layouts.rename_shared_biases(translated)
   return arrays | _unused_slots(arrays)
 
 

@@ -5,12 +5,8 @@ A missing chunk is an error, unless the array has a fill value.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 import os
-import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,14 +15,12 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.checksums import ArrayChecksums, checksum
-from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, PendingRead, StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 
 # T5X's chunk size: large enough for remote storage, small enough to be read in parts.
 _CHUNK_BYTES = 64 * 1024 * 1024
 _CACHE_BYTES = 100_000_000
 _ALIGNMENT = 64
-_ODD_CHARACTER = re.compile(r"[^\w./ ,:=+@~-]")
 
 
 def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -35,31 +29,7 @@ def kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
   if text.startswith("gs://"):
     bucket, _, inner = text.removeprefix("gs://").partition("/")
     return {"driver": "gcs", "bucket": bucket, "path": inner.rstrip("/") + "/"}
-  return {"driver": "file", "path": plain_path(text).rstrip("/") + "/"}
-
-
-def plain_path(path: str | os.PathLike[str]) -> str:
-  """Returns an absolute path that other libraries read literally: `path`, or a temporary link to it.
-
-  TensorStore treats a backslash as a slash. Orbax and TensorFlow treat brackets and stars as patterns.
-  """
-  if "://" in os.fspath(path):
-    return os.fspath(path)
-  folder, rest = os.path.abspath(path), ""
-  if not _ODD_CHARACTER.search(folder):
-    return folder
-  while not os.path.isdir(folder):
-    folder, name = os.path.split(folder)
-    rest = os.path.join(name, rest)
-  link = os.path.join(_link_folder().name, checksum(folder.encode()))
-  with contextlib.suppress(FileExistsError):
-    os.symlink(folder, link)
-  return os.path.join(link, rest)
-
-
-@functools.cache
-def _link_folder() -> tempfile.TemporaryDirectory[str]:
-  return tempfile.TemporaryDirectory(prefix="rosetta-t5-", ignore_cleanup_errors=True)
+  return {"driver": "file", "path": os.path.abspath(text) + "/"}
 
 
 def inner_path(folder: epath.Path, path: str) -> epath.Path:
@@ -85,61 +55,39 @@ def open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray
     specs: TensorStore's driver and kvstore of each array. All arrays are opened at once.
   """
   context = limited_cache()
+
+  def open_all(specs: Mapping[str, Mapping[str, Any]], **options: Any) -> dict[str, ts.TensorStore]:
+    futures = {
+      name: ts.open({**spec, **(options if spec["driver"] == "zarr" else {})}, context=context)
+      for name, spec in specs.items()
+    }
+    return {name: future.result() for name, future in futures.items()}
+
   # A zarr array without a fill value has all its chunks, so a missing chunk is an error.
-  without_fill = {
-    name: {**spec, "fill_missing_data_reads": False} if spec["driver"] == "zarr" else spec
-    for name, spec in specs.items()
-  }
-  stores = _open_all(without_fill, context)
-  with_fill = {
-    name: spec
-    for name, spec in specs.items()
-    if spec["driver"] == "zarr" and stores[name].fill_value is not None
-  }
-  stores |= _open_all(with_fill, context)
+  stores = open_all(specs, fill_missing_data_reads=False)
+  stores |= open_all({n: specs[n] for n, store in stores.items() if store.fill_value is not None})
   return {name: _as_array(store) for name, store in stores.items()}
-
-
-def _open_all(
-  specs: Mapping[str, Mapping[str, Any]], context: ts.Context
-) -> dict[str, ts.TensorStore]:
-  pending = {name: ts.open(dict(spec), open=True, context=context) for name, spec in specs.items()}
-  return {name: future.result() for name, future in pending.items()}
 
 
 def _as_array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   # Version 2 of T5X's layout stores bfloat16 as its bits.
   is_bfloat16 = dtype == np.uint16
-  location = "" if store.kvstore is None else store.kvstore.path
   # TensorStore aborts the process if it cannot allocate a chunk.
   chunk = tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
   if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
     raise ValueError(
-      f"{location} is damaged: its chunks of shape {chunk} are larger than the array, whose shape "
-      f"is {store.shape}"
+      f"{store.kvstore.path if store.kvstore else ''} is damaged: its chunks of shape {chunk} are "
+      f"larger than the array, whose shape is {store.shape}"
     )
 
-  def start_read(index: Index) -> PendingRead:
+  def read(index: Index) -> np.ndarray:
     part = store[index] if index else store
-    try:
-      values = _allocate_aligned(part.shape, dtype)
-    except MemoryError as error:
-      raise MemoryError(f"{location}: {error}") from error
-    pending = ts.array(values).write(part)
+    values = _allocate_aligned(part.shape, dtype)
+    ts.array(values).write(part).result()
+    return values.view(jnp.bfloat16) if is_bfloat16 else values
 
-    def finish() -> np.ndarray:
-      pending.result()
-      return values.view(jnp.bfloat16) if is_bfloat16 else values
-
-    return finish
-
-  return StoredArray(
-    store.shape,
-    jnp.bfloat16 if is_bfloat16 else dtype,
-    lambda index: start_read(index)(),
-    start_read_fn=start_read,
-  )
+  return StoredArray(store.shape, jnp.bfloat16 if is_bfloat16 else dtype, read)
 
 
 def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -152,8 +100,8 @@ def _allocate_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def write_array(
   store: Mapping[str, Any], array: StoredArray, compressor: Any, **options: Any
-) -> tuple[dict[str, Any], ArrayChecksums]:
-  """Writes an array in zarr's format, one row of chunks at a time; returns its spec and checksums.
+) -> dict[str, Any]:
+  """Writes an array in zarr's format, one row of chunks at a time, and returns its spec.
 
   Args:
     store: TensorStore's description of where to write.
@@ -165,13 +113,13 @@ def write_array(
   metadata = {"shape": list(array.shape), "chunks": chunks, "compressor": compressor}
   spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": dict(store), "metadata": metadata}
   target = ts.open(spec, create=True, **options).result()
-  row = chunks[:1] if array.sliceable else array.shape[:1]
-  checksums = ArrayChecksums.of(array, (*row, *array.shape[1:]))
-  for index in checksums.indices():
-    values = array.read(index)
-    checksums.add(index, values)
-    target[index].write(values).result()
-  return spec, checksums
+  if not (array.shape and array.sliceable):
+    target.write(array.get()).result()
+    return spec
+  for start in range(0, array.shape[0], max(1, chunks[0])):
+    rows = (slice(start, min(start + chunks[0], array.shape[0])), *[slice(None)] * (array.ndim - 1))
+    target[rows].write(array.read(rows)).result()
+  return spec
 
 
 def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:

@@ -12,13 +12,11 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.formats import t5x_legacy
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.reading import read_arrays
-from rosetta_t5.checkpoints.restored_state import RestoreTransformation
-from rosetta_t5.checkpoints.saved_state import ParameterInfo, leaf_dtype
+from rosetta_t5.checkpoints.restore import RestoreTransformation, read_arrays
+from rosetta_t5.checkpoints.saved_items import ParameterInfo, leaf_dtype
 
 PyTree = Any
 
@@ -44,7 +42,7 @@ def find_checkpoint(path: epath.PathLike, step: int | None = None) -> str:
   if file.is_dir():
     step = checkpoint_folders.latest_step(file) if step is None else step
     folder = file if step is None else checkpoint_folders.checkpoint_path(file, step)
-    file = folder / t5x_legacy.INDEX
+    file = folder / "checkpoint"
   if not file.exists() or file.is_dir():
     raise ValueError(
       f"{path} is not a checkpoint in T5X's older layout: there is no file {file}. "

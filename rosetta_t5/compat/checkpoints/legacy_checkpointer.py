@@ -10,13 +10,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from rosetta_t5.checkpoints.dataset_position import DATASET_PREFIX
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.model_dir import checkpoint_folders
-from rosetta_t5.checkpoints.restored_state import RestoreTransformation
-from rosetta_t5.checkpoints.saved_state import SaveTransformation
+from rosetta_t5.checkpoints.restore import RestoreTransformation
+from rosetta_t5.checkpoints.saved_items import DATASET_PREFIX, SaveTransformation
 from rosetta_t5.parallel import BasePartitioner
 
 

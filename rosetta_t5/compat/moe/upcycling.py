@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.upcycling import upcycle
+from rosetta_t5.checkpoints.arrays.state_dicts import upcycle
 from rosetta_t5.compat.checkpoints.legacy_checkpointer import Checkpointer
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.optimizers.factor_rules import FactorDim, standard_logical_factor_rules

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from inline_executor import InlineExecutor
 
-from rosetta_t5.checkpoints.dataset_position import (
+from rosetta_t5.checkpoints.saved_items import (
   DatasetArgs,
   DatasetCheckpointHandler,
   dataset_filename,

@@ -10,9 +10,9 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.formats.hugging_face import folder
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import read_run_facts
-from rosetta_t5.checkpoints.reading import read_arrays
+from rosetta_t5.checkpoints.restore import read_arrays
 
 # The run fact with the config.json of the model that a run started from.
 _FACT = "source_config"

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import fnmatch
 import logging
 import os
-import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.checksums import ChecksumError
+from rosetta_t5 import manifest
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
-from rosetta_t5.files import json_checksum, read_json_object
+from rosetta_t5.files import read_json_object
 from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
 STATE_ITEM = "state"
 DATASET_ITEM = "dataset"
 
+# The file of the run facts. Earlier versions stored them in the metadata of the step.
+RUN_FACTS = "run_facts.json"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _ARRAY_METADATA = "_METADATA"
 _COMMITTED = "commit_success.txt"
 _LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
-# The run fact that contains the checksum of the others. With it, the arrays have checksums too.
-_FACTS_CHECKSUM = "checksum"
 # The possible first bytes of a msgpack map. TensorFlow's file of the same name is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
 
@@ -61,18 +59,9 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
   A checkpoint is written into a folder of another name, which is renamed at the end. A save that was
   killed is therefore never listed. There is no rename on gs://, where a file marks success instead.
-
-  Raises:
-    ValueError: something other than a folder has the name of a checkpoint.
   """
   root = epath.Path(directory)
-  entries = list(root.iterdir()) if root.is_dir() else []
-  folders = [entry for entry in entries if entry.is_dir()]
-  for entry in entries:
-    # A checkpoint that has just been deleted or moved does not exist any more.
-    if step_of(entry) is not None and os.path.lexists(entry) and not entry.is_dir():
-      found = "a link to a folder that does not exist" if os.path.islink(entry) else "a file"
-      raise ValueError(f"{entry} must be the folder of a checkpoint, but is {found}: remove it")
+  folders = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
   if os.fspath(root).startswith("gs://"):
     folders = [f for f in folders if (f / _COMMITTED).exists() or (f / _LEGACY_INDEX).exists()]
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)
@@ -89,15 +78,9 @@ def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
 
 
 def disk_bytes(path: epath.PathLike) -> int:
-  """Returns the size of a file, or of all files in a folder. Links to folders around them are left out."""
+  """Returns the size of a file, or of all files in a folder."""
   path = epath.Path(path)
-  if not path.is_dir():
-    return path.stat().length
-  own = os.path.realpath(path)
-  entries = (
-    x for x in path.iterdir() if not (os.path.islink(x) and own.startswith(os.path.realpath(x)))
-  )
-  return sum(map(disk_bytes, entries))
+  return sum(map(disk_bytes, path.iterdir())) if path.is_dir() else path.stat().length
 
 
 def latest_step(directory: epath.PathLike) -> int | None:
@@ -171,16 +154,11 @@ def detect_checkpoint_type(
     expected: the layout that the caller expects; a warning is logged for any other.
 
   Raises:
-    ValueError: there is no checkpoint of a known layout, it contains a pipe or a device, or it is in
-      remote storage that cannot be read.
+    ValueError: there is no checkpoint of a known layout, or remote storage cannot be read.
   """
   found = find_checkpoint_type(checkpoint_path)
   if found is None:
     raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
-  if (pipe := _find_pipe(os.fspath(checkpoint_path))) is not None:
-    raise ValueError(
-      f"{pipe} is not a regular file but a pipe or a device: nothing was read from it"
-    )
   if expected not in (None, found):
     _log.warning(
       "Expected %s to be %s format, but the actual detected format was %s",
@@ -227,52 +205,24 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
 
   Returns:
     The facts; empty if there is no checkpoint or it has none, as T5X's checkpoints do.
+
+  Raises:
+    DamagedFileError: their file is damaged.
   """
   folder = epath.Path(checkpoint_dir)
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
-  return _read_facts(folder)[0]
-
-
-def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns run facts as they are stored: with their checksum."""
-  return {**facts, _FACTS_CHECKSUM: json_checksum(facts)}
-
-
-def has_checksums(folder: epath.PathLike) -> bool:
-  """Returns whether the Orbax checkpoint at `folder` was saved with checksums.
-
-  Raises:
-    ChecksumError: the file of run facts is damaged.
-  """
-  return _read_facts(epath.Path(folder))[1]
-
-
-def _read_facts(folder: epath.Path) -> tuple[dict[str, Any], bool]:
-  """Returns the run facts of a checkpoint, and whether they have a checksum."""
-  metadata = folder / _STEP_METADATA
-  if not metadata.exists():
-    return {}, False
+  manifest.verify(folder, {RUN_FACTS}.__contains__)
+  if (folder / RUN_FACTS).exists():
+    return read_json_object(folder / RUN_FACTS)
+  if not (metadata := folder / _STEP_METADATA).exists():
+    return {}
   try:
     facts = dict(read_json_object(metadata).get("custom_metadata") or {})
-  except (IsADirectoryError, ValueError, TypeError) as error:
-    raise ChecksumError(f"{metadata} is damaged: {error}") from error
-  checksum = facts.pop(_FACTS_CHECKSUM, None)
-  if checksum not in (None, json_checksum(facts)):
-    raise ChecksumError(f"{metadata} is damaged: the checksum of the run's facts does not match")
-  return facts, checksum is not None
-
-
-def _find_pipe(path: str) -> str | None:
-  """Returns a pipe or a device in a local folder, which a reader would wait for or never finish."""
-  with contextlib.suppress(OSError), os.scandir(path) as entries:
-    for entry in entries:
-      if entry.is_dir(follow_symlinks=False):
-        if (pipe := _find_pipe(entry.path)) is not None:
-          return pipe
-      elif not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
-        return entry.path
-  return None
+  except (TypeError, ValueError) as error:
+    raise manifest.DamagedFileError(f"{metadata} is damaged: {error}") from error
+  facts.pop("checksum", None)  # of earlier versions
+  return facts
 
 
 def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
@@ -282,7 +232,7 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   if is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
-    if index.is_file() and not pathlib.Path(index).is_fifo() and (found := _detect_by_index(index)):
+    if index.is_file() and (found := _detect_by_index(index)):
       return found
   has_tensorflow_index = path.is_dir() and bool(files_matching(path, "*.ckpt-*.index"))
   is_tensorflow = has_tensorflow_index or epath.Path(f"{path}.index").exists()

@@ -1,4 +1,4 @@
-"""The stored form of a train state, and the errors of saving it."""
+"""The items of a checkpoint: the train state and the position in the training data, and the errors of saving them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.model_dir.checkpoint_folders import all_steps, checkpoint_path
+from rosetta_t5.checkpoints.checkpoint_folders import (
+  all_steps,
+  checkpoint_path,
+  files_matching,
+  step_of,
+)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error, reason_of
 
@@ -27,6 +33,9 @@ SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 # Messages by which TensorStore's errors about the disk are recognized.
 _DISK_MESSAGES = ("No space left", "Permission denied", "Read-only file system", "quota")
+DATASET_PREFIX = "train_ds"
+# The run fact that stores the shapes of the batches. A position is valid only for these shapes.
+BATCH_FACT = "dataset_batch"
 
 
 class CheckpointSaveError(RuntimeError):
@@ -189,3 +198,115 @@ def _describe_free_space(directory: epath.Path) -> str:
     if folder.exists() and not os.fspath(folder).startswith("gs://"):
       return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free on that disk. "
   return ""
+
+
+def dataset_filename(shard_id: int, num_shards: int) -> str:
+  """Returns the file in which the reader of one data shard stores its position (T5X's name)."""
+  return f"{DATASET_PREFIX}-{shard_id:03}-of-{num_shards:03}"
+
+
+@dataclasses.dataclass
+class DatasetArgs(ocp.args.CheckpointArgs):
+  """Orbax's arguments of DatasetCheckpointHandler.
+
+  Attributes:
+    item: an iterator with `save` and `restore`.
+  """
+
+  item: Any = None
+
+
+class DatasetCheckpointHandler(ocp.CheckpointHandler):
+  """Stores and restores the position of an iterator with `save(filename)` and `restore(filename)`.
+
+  The iterator may also have `is_shard_independent` (default False), which states that every shard has
+  the same position, and `element_spec`, the shapes and dtypes of its batches by feature.
+  """
+
+  def __init__(self, checkpoint_filename: str, should_write_dataset_ckpt: bool = True):
+    """Creates a handler.
+
+    Args:
+      checkpoint_filename: this process's file in the item's folder.
+      should_write_dataset_ckpt: whether this process writes it. One of the processes that read the
+        same shard does.
+    """
+    self._filename = checkpoint_filename
+    self._should_write = should_write_dataset_ckpt
+
+  def save(self, directory: epath.Path, args: DatasetArgs) -> None:
+    """Writes the position of `args.item` immediately, before the iterator advances."""
+    if self._should_write:
+      args.item.save(os.fspath(epath.Path(directory) / self._filename))
+
+  def restore(self, directory: epath.Path, args: DatasetArgs | None = None) -> Any:
+    """Moves `args.item` to the stored position and returns it.
+
+    Raises:
+      ValueError: there is no stored position for this process in `directory`.
+    """
+    if args is None or args.item is None:
+      raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
+    folder, filename = epath.Path(directory), self._filename
+    found = [file.name for file in files_matching(folder, f"{DATASET_PREFIX}-*")]
+    if not any(name.startswith(filename) for name in found):
+      # A position that is only a step number is the same in every shard.
+      if not (found and getattr(args.item, "is_shard_independent", False)):
+        raise ValueError(_missing_position_text(folder, filename, found))
+      filename = found[0]
+    args.item.restore(os.fspath(folder / filename))
+    return args.item
+
+
+ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)(
+  DatasetArgs
+)
+
+
+def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:
+  """Returns advice on how to continue from a checkpoint while restarting its data."""
+  setting = (
+    f"SaveCheckpointConfig.ignore_dataset_until={step_of(checkpoint)}"
+    if is_own
+    else "RestoreCheckpointConfig.restore_dataset=False"
+  )
+  return (
+    "To continue from this checkpoint and start the data from its beginning, set "
+    f"--gin.utils.{setting}"
+  )
+
+
+def batch_shapes(iterator: Any) -> dict[str, list[int]]:
+  """Returns {feature: shape of a batch} of an iterator; {} if it does not provide them."""
+  spec = getattr(iterator, "element_spec", None) or {}
+  return {name: list(map(int, leaf.shape)) for name, leaf in sorted(spec.items())}
+
+
+def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
+  """Raises ValueError if the position in `folder` was stored for batches of other shapes.
+
+  Args:
+    stored: `batch_shapes` of the run that wrote it; None if that run stored none.
+  """
+  current = batch_shapes(iterator)
+  if not stored or not current or stored == current:
+    return
+  differences = [
+    f"{name}: {stored.get(name, 'none')} stored, {current.get(name, 'none')} now"
+    for name in sorted({*stored, *current})
+    if stored.get(name) != current.get(name)
+  ]
+  raise ValueError(
+    f"checkpoint {folder} contains a position in data with other batches "
+    f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
+    "position refers to other examples. Restore these settings"
+  )
+
+
+def _missing_position_text(folder: epath.Path, filename: str, found: list[str]) -> str:
+  """Describes which dataset positions a checkpoint has, and how to continue without this one."""
+  have = f"it has {', '.join(found)}" if found else "it has none"
+  return (
+    f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process ({have}): "
+    "the run that wrote it did not save its dataset, or read it in another number of shards (hosts)"
+  )
