@@ -7,6 +7,7 @@ import itertools
 import pathlib
 import shutil
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rosetta_t5.data.local_copies import DATA_VARIABLE, data_folders, find_tfds
 from rosetta_t5.data.reading import BadExample, read_records
@@ -15,6 +16,7 @@ from rosetta_t5.data.tasks.known_tasks import PILE_FILES
 _TRAIN_SHARDS = [f"{number:02}.jsonl.zst" for number in range(30)]
 _SAMPLE_SIZE = 1000  # records that are read of each file of the Pile without --full
 _LAMBADA_EXAMPLES = 5153
+_AS_WRITTEN: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 _PILE_TEXT = f"""The Pile's public copies have been gone since 2023, so this script downloads nothing.
 
@@ -38,7 +40,7 @@ and evaluate the task 'lambada' with --tfds_data_dir=DIR, or {DATA_VARIABLE}=DIR
 
 def check_pile(argv: Sequence[str] | None = None) -> int:
   """Runs download_the_pile: checks a copy. Returns 0 if it is complete."""
-  parser = _parser("download_the_pile.py", _PILE_TEXT)
+  parser = argparse.ArgumentParser("download_the_pile.py", description=_PILE_TEXT, **_AS_WRITTEN)
   parser.add_argument("--data_dir", help="the folder that holds the_pile/ or ThePile/")
   parser.add_argument("--full", action="store_true", help="read every file to its end")
   # Other flags of NVIDIA's script are ignored.
@@ -57,7 +59,7 @@ def check_pile(argv: Sequence[str] | None = None) -> int:
 
 def install_lambada(argv: Sequence[str] | None = None) -> int:
   """Runs download_lambada: checks a file and copies it to its task's folder. Returns 0 on success."""
-  parser = _parser("download_lambada.py", _LAMBADA_TEXT)
+  parser = argparse.ArgumentParser("download_lambada.py", description=_LAMBADA_TEXT, **_AS_WRITTEN)
   parser.add_argument("--file", help="the file that you have")
   parser.add_argument("--data_dir", help="the data folder; the file goes into its folder lambada")
   arguments, _ = parser.parse_known_args(argv)
@@ -77,12 +79,6 @@ def install_lambada(argv: Sequence[str] | None = None) -> int:
     shutil.copyfile(arguments.file, copy)
   print(f"{copy}: {_LAMBADA_EXAMPLES} passages. Evaluate with --tfds_data_dir={folder.parent}")
   return 0
-
-
-def _parser(script: str, text: str) -> argparse.ArgumentParser:
-  return argparse.ArgumentParser(
-    script, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
 
 
 def _report_pile(found: Mapping[str, list[str]], folder: pathlib.Path, limit: int | None) -> int:

@@ -92,10 +92,12 @@ def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
   validation = [text for text in paragraphs if _hash(text) % 100 < _VALIDATION_PERCENT]
   train = [text for text in paragraphs if _hash(text) % 100 >= _VALIDATION_PERCENT]
   per_file = -(-len(train) // _TRAIN_FILES)
+  files = {"validation-00000-of-00001.txt": validation}
   for index in range(_TRAIN_FILES):
     part = train[index * per_file : (index + 1) * per_file]
-    _write_lines(folder / f"train-{index:05}-of-{_TRAIN_FILES:05}.txt", part)
-  _write_lines(folder / "validation-00000-of-00001.txt", validation)
+    files[f"train-{index:05}-of-{_TRAIN_FILES:05}.txt"] = part
+  for name, lines in files.items():
+    (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
   (folder / VOCABULARY_FILE).write_bytes(train_sentencepiece(train, VOCAB_SIZE - EXTRA_IDS))
   manifest = {
     "source": f"docstrings and comments of the standard library of Python {platform.python_version()}",
@@ -104,10 +106,6 @@ def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
     "characters": sum(map(len, paragraphs)),
   }
   (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def _write_lines(path: pathlib.Path, lines: Sequence[str]) -> None:
-  path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def _hash(text: str) -> int:

@@ -30,8 +30,7 @@ class FileSource(seqio.FileDataSource):
 
   def __init__(
     self,
-    files: Mapping[str, Sequence[str]],
-    readers: Mapping[str, BlockReader],
+    splits: Mapping[str, tuple[Sequence[str], BlockReader]],
     names: Sequence[str],
     arguments: Mapping[str, Any] | None = None,
     digest: str = "",
@@ -39,19 +38,19 @@ class FileSource(seqio.FileDataSource):
     """Makes a source.
 
     Args:
-      files: the files of each split.
-      readers: the reader of each split.
+      splits: the files of each split, and what reads them.
       names: the names of an example's texts.
       arguments: the attribute of this name.
       digest: the attribute of this name.
     """
-    super().__init__(read_file_fn=None, split_to_filepattern=files)
-    self._files, self._readers, self._names = files, readers, names
+    patterns = {split: list(paths) for split, (paths, _) in splits.items()}
+    super().__init__(read_file_fn=None, split_to_filepattern=patterns)
+    self._files, self._names = splits, names
     self.arguments, self.digest = arguments, digest
 
   def list_shards(self, split: str) -> Sequence[str]:
     """Returns the files of a split."""
-    return list(self._files[split])
+    return list(self._files[split][0])
 
   def count_examples(self, split: str, max_bytes: int = _COUNTED_BYTES) -> tuple[int, bool]:
     """Returns the number of examples of a split, and whether it is exact.
@@ -59,22 +58,22 @@ class FileSource(seqio.FileDataSource):
     Files of more than `max_bytes` together are counted up to this size (at least one of them), and the
     number is that of the whole split in proportion.
     """
-    paths = self._files[split]
+    paths, reader = self._files[split]
     sizes = [os.path.getsize(path) for path in paths]
     examples = counted = 0
     for path, size in zip(paths, sizes, strict=True):
       if counted and counted + size > max_bytes:
         return round(examples * sum(sizes) / counted), False
-      examples += _count_in_file(self._readers[split], path)
+      examples += _count_in_file(reader, path)
       counted += size
     return examples, True
 
   def get_dataset(self, split: str = "train", **options: Any) -> tf.data.Dataset:
     """Returns the examples of a split; see `seqio.FileDataSource`."""
-    paths, reader = self._files[split], self._readers[split]
+    paths, reader = self._files[split]
     source = seqio.FileDataSource(
       read_file_fn=lambda number: _examples(reader, paths, number, self._names),
-      split_to_filepattern=self._files,
+      split_to_filepattern={split: list(paths)},
     )
     source.list_shards = lambda split: [str(number) for number in range(len(paths))]
     return source.get_dataset(split=split, **options)

@@ -24,7 +24,7 @@ _SEPARATORS = re.compile(r"[\s,]*")  # between the elements of a JSON array
 _OPEN = r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+'
 _QUOTED = re.compile(_OPEN + r'"(?=[\t\n]|\r\n|\Z)')
 _UNFINISHED = re.compile(_OPEN + r"\Z")
-_WINDOW = 1 << 20  # characters after the first quote that show how a tsv file is quoted
+_WINDOW = 2000  # lines after the first quote that show how a tsv file is quoted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _rows_of_unknown_tsv(
   window: list[str] = []
   for number, line in enumerate(lines, 1):
     if '"' in line:
-      window = [line, *_limited(lines, _WINDOW)]
+      window = [line, *itertools.islice(lines, _WINDOW)]
       break
     row = line.rstrip("\r\n").split("\t") if line.strip("\r\n") else []
     width = width or len(row)
@@ -211,14 +211,6 @@ def _rows_of_unknown_tsv(
   if window:
     is_quoted = _is_quoted(window, width or window[0].count("\t") + 1, f"{path}, line {number}")
     yield from _rows(itertools.chain(window, lines), "\t", is_quoted, number)
-
-
-def _limited(lines: Iterable[str], characters: int) -> Iterator[str]:
-  for line in lines:
-    yield line
-    characters -= len(line)
-    if characters < 0:
-      return
 
 
 def _is_quoted(lines: list[str], width: int, where: str) -> bool:

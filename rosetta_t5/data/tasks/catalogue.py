@@ -149,12 +149,12 @@ def find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       return source
     if found := files.find(folder):
       select_texts = files.select_texts or make_converter({name: name for name in files.names})
-      readers = {}
+      splits = {}
       for split, paths in found.items():
         # In the tsv files of public data sets, quotes are ordinary characters.
         options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
-        readers[split] = BlockReader(select_texts, options, read=files.read)
-      return FileSource(found, readers, files.names)
+        splits[split] = (paths, BlockReader(select_texts, options, read=files.read))
+      return FileSource(splits, files.names)
   lines = [
     f"The data of the task '{name}' is not on this machine, and data is never downloaded.",
     "Searched:",

@@ -106,16 +106,14 @@ def file_task(
 
   train = find_files(files)
   validation = find_files(validation_files) if validation_files else train
-  readers = {"train": reader(False), "validation": reader(True)}
+  splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
   arguments = {
     "objective": objective,
     "text": dict(templates),
     "layout": dataclasses.asdict(options),
     "validation_percent": None if validation_files else validation_percent,
   }
-  source = FileSource(
-    {"train": train, "validation": validation}, readers, list(templates), arguments, digest
-  )
+  source = FileSource(splits, list(templates), arguments, digest)
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   _register(name, source, objective, vocabulary, [getattr(known_metrics, m) for m in metrics])
   logging.info("Task '%s': %s on %d files", name, objective, len(train))
