@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.bench.harness import write_result
+from rosetta_t5.bench.train_step import write_result
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 

@@ -18,9 +18,8 @@ import jax
 import optax
 
 from benchmarks.hugging_face import hugging_face_step
-from rosetta_t5.bench.harness import add_workload
-from rosetta_t5.bench.train_step import add_switches, compile_step
-from rosetta_t5.bench.turns import Run, time_in_turns
+from benchmarks.turns import Run, time_in_turns
+from rosetta_t5.bench.train_step import add_arguments, compile_step
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, chain
@@ -52,11 +51,10 @@ def our_step(args: argparse.Namespace, optimizer: str) -> Callable[[], float]:
 def main(argv: Sequence[str] | None = None) -> None:
   """Times the implementations in turns and prints one line for each; ours is the last."""
   parser = argparse.ArgumentParser("benchmarks/cpu_step.py", description=__doc__)
-  add_workload(parser, steps=5)
-  parser.set_defaults(batch=8, dtype="float32", fp8=False)
+  add_arguments(parser, steps=5)
+  parser.set_defaults(batch=8, dtype="float32")
   parser.add_argument("--optimizer", choices=OPTIMIZERS, nargs="+", default=["adamw"])
   parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
-  add_switches(parser)
   args = parser.parse_args(argv)
 
   makers: dict[str, Callable[[], Run]] = {}

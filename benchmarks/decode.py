@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from benchmarks.hugging_face import hugging_face_config
-from rosetta_t5.bench.harness import SIZES, model_config
-from rosetta_t5.bench.turns import time_in_turns
+from benchmarks.turns import time_in_turns
+from rosetta_t5.bench.train_step import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import keep_freed_memory

@@ -23,8 +23,13 @@ import jax
 import numpy as np
 import optax
 
-from rosetta_t5.bench.harness import SIZES, add_workload, write_result
-from rosetta_t5.bench.train_step import add_switches, compile_step, switches
+from rosetta_t5.bench.train_step import (
+  SIZES,
+  add_arguments,
+  compile_step,
+  switches,
+  write_result,
+)
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
 from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
 from rosetta_t5.data.quickstart_data import stdlib_paragraphs
@@ -197,8 +202,7 @@ def compare(args: argparse.Namespace, tokens: np.ndarray) -> dict[str, dict[str,
 def main() -> None:
   """Runs all three, prints losses and times, and prints the recommendation."""
   parser = argparse.ArgumentParser(description=__doc__)
-  add_workload(parser, steps=200)
-  add_switches(parser)
+  add_arguments(parser, steps=200)
   parser.add_argument("--learning-rate", type=float, default=1e-3, help="AdamW's (default: 0.001)")
   args = parser.parse_args()
   text = "\n\n".join(stdlib_paragraphs()).encode()

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rosetta_t5.bench import harness
+from rosetta_t5.bench import train_step
 
 
 def hugging_face_config(size: str, **more: Any) -> Any:
   """Returns the `transformers.T5Config` of a size of T5 1.1, without dropout."""
   import transformers
 
-  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = harness.SIZES[size]
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = train_step.SIZES[size]
   return transformers.T5Config(
     vocab_size=vocab_size,
     d_model=emb_dim,
@@ -47,7 +47,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
   module = transformers.T5ForConditionalGeneration(config).to(device)
   optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.01)
   forward = torch.compile(module) if compiled else module
-  batch = harness.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
+  batch = train_step.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
   inputs = torch.from_numpy(batch["encoder_input_tokens"]).long().to(device)
   labels = torch.from_numpy(batch["decoder_target_tokens"]).long().to(device)
 
@@ -63,7 +63,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns the result of the benchmark (see `harness.make_row`)."""
+  """Returns the result of the benchmark (see `train_step.make_row`)."""
   import torch
   import transformers
 
@@ -78,8 +78,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal loss
     loss = step()
 
-  seconds = harness.time_steps(run, lambda: float(loss), args)
-  return harness.make_row(
+  seconds = train_step.time_steps(run, lambda: float(loss), args)
+  return train_step.make_row(
     args,
     seconds,
     device=torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
     computation="Hugging Face, " + ("eager" if args.eager else "compiled"),
     switches=args.dtype,
-    peak_memory=torch.cuda.max_memory_allocated() if on_gpu else None,
+    peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0,
     compile_s=compile_seconds,
     loss_per_token=float(loss),
     hlo={},
@@ -97,9 +97,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
   """Measures the step that the command line describes."""
   parser = argparse.ArgumentParser(description=__doc__)
-  harness.add_timed_workload(parser)
+  train_step.add_arguments(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
-  harness.run(measure, parser.parse_args())
+  train_step.run(measure, parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import pytest
 from inline_executor import InlineExecutor
 
 from benchmarks import attention_kernels, fp8_comparison, host_scaling, optimizers, results_table
-from rosetta_t5.bench.turns import time_in_turns
+from benchmarks.turns import time_in_turns
 from rosetta_t5.cli import main
 from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
@@ -83,7 +83,7 @@ def test_a_training_step_is_measured_without_gin_and_tensorflow_and_appears_in_t
   results_table.main(str(tmp_path))
   table = capsys.readouterr().out
   assert "| tiny-fp8 | 8 x 16/8 |" in table
-  assert "bfloat16 kernel=auto fp8 current/auto fuse_qkv pack loss_chunk=4" in table
+  assert "dtype=bfloat16 kernel=auto fp8=True" in table
 
 
 # Replaces python3: records the requested rows, and succeeds, fails or hangs at once.

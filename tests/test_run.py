@@ -23,9 +23,8 @@ from tensorboard.util import tensor_util
 from rosetta_t5.checkpoints import all_steps
 from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.config import run_from_command_line
-from rosetta_t5.run_report.panels import choose_panels, missing_titles
+from rosetta_t5.run_report.contents import COLUMNS, choose_panels, missing_titles, summary_row
 from rosetta_t5.run_report.run_folder import read_runs
-from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
 from rosetta_t5.train import train
 
 _HERE = pathlib.Path(__file__).parent / "run"

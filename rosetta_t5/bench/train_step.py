@@ -12,16 +12,21 @@ compilation and warmup; a group ends when the parameters of its last step are co
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
+import json
+import pathlib
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from rosetta_t5.bench import harness
+from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.models import EncoderDecoderModel
@@ -29,16 +34,25 @@ from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.t5 import Transformer
-from rosetta_t5.networks.t5_config import ATTENTION_KERNELS
+from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
+from rosetta_t5.telemetry.flops import peak_of, training_flops_of
 from rosetta_t5.telemetry.gpus import gpu_of
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
+# Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
+SIZES = {
+  "tiny": (64, 2, 16, 1, 128, 1024),
+  "small": (512, 6, 64, 8, 1024, 32128),
+  "base": (768, 12, 64, 12, 2048, 32128),
+  "large": (1024, 16, 64, 24, 2816, 32128),
+  "xl": (2048, 32, 64, 24, 5120, 32128),
+}
 # What is counted in the compiled program → how the compiler writes it.
 HLO_FACTS = {
   "fp8 matmuls": '"__cublas$lt$matmul$f8"',
@@ -47,6 +61,41 @@ HLO_FACTS = {
   "e4m3 arrays": "f8e4m3fn[",
   "e5m2 arrays": "f8e5m2[",
 }
+
+
+def model_config(size: str, **switches: Any) -> T5Config:
+  """Returns the configuration of a size of T5 1.1, without dropout, with other fields as given."""
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
+  return T5Config(
+    vocab_size=vocab_size,
+    emb_dim=emb_dim,
+    num_heads=heads,
+    num_encoder_layers=layers,
+    num_decoder_layers=layers,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+    mlp_activations=("gelu", "linear"),
+    dropout_rate=0.0,
+    **switches,
+  )
+
+
+def make_batch(
+  batch_size: int, lengths: tuple[int, int], vocab_size: int, pack: bool
+) -> dict[str, np.ndarray]:
+  """Returns random tokens without padding; with `pack`, each row contains two examples."""
+  draw = np.random.default_rng(0).integers
+  targets = draw(2, vocab_size, (batch_size, lengths[1]), dtype=np.int32)
+  batch = {
+    "encoder_input_tokens": draw(2, vocab_size, (batch_size, lengths[0]), dtype=np.int32),
+    "decoder_target_tokens": targets,
+    "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    "decoder_loss_weights": np.ones_like(targets),
+  }
+  for side, length in zip(("encoder", "decoder") if pack else (), lengths, strict=False):
+    row = 1 + (np.arange(length, dtype=np.int32) >= length // 2)
+    batch[f"{side}_segment_ids"] = np.tile(row, (batch_size, 1))
+  return batch
 
 
 class CompiledStep(NamedTuple):
@@ -71,10 +120,10 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   """Returns the compiled training step and its first arguments.
 
   Args:
-    args: the arguments of `add_workload` and `add_switches`, and `fp8`.
+    args: those of `add_arguments`.
     optimizer: the optimizer; AdamW by default.
   """
-  config = harness.model_config(
+  config = model_config(
     args.size,
     dtype=args.dtype,
     fuse_qkv_params=args.fuse_qkv,
@@ -91,7 +140,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   )
   fp8 = choose_fp8(te_config)
   model = with_fp8(model, fp8)
-  batch = harness.make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
+  batch = make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
   shapes = {name: value.shape for name, value in batch.items()}
 
   def init(rng: jax.Array) -> TrainState:
@@ -120,16 +169,59 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   sharding = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   batch_on_devices = jax.device_put(batch, sharding)
   compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
-  mesh = dict(partitioner.mesh.shape)
-  work = batch_workload(model, partitioner, shapes, mesh, args.microbatches)
-  planned = step_memory(state, axes, work)
+  work = batch_workload(model, partitioner, shapes, dict(partitioner.mesh.shape), args.microbatches)
+  computation = describe_computation(model, fp8) or ""
   return CompiledStep(
-    compiled, state, batch_on_devices, describe_computation(model, fp8) or "", planned
+    compiled, state, batch_on_devices, computation, step_memory(state, axes, work)
   )
 
 
+def time_steps(
+  step: Callable[[], Any], wait: Callable[[], Any], args: argparse.Namespace
+) -> list[float]:
+  """Returns the seconds per step for each group of steps, without the warmup.
+
+  Args:
+    step: starts one step.
+    wait: returns when the last step is finished.
+    args: `steps`, `group` and `warmup`.
+  """
+
+  def run_group(steps: int) -> float:
+    started = time.perf_counter()
+    for _ in range(steps):
+      step()
+    wait()
+    return (time.perf_counter() - started) / steps
+
+  run_group(args.warmup)
+  return [run_group(args.group) for _ in range(max(1, args.steps // args.group))]
+
+
+def make_row(
+  args: argparse.Namespace, seconds: Sequence[float], device: str, devices: int, **results: Any
+) -> dict[str, Any]:
+  """Returns what was measured: the workload, rates with T5X's formula for FLOPs, and `results`."""
+  step_seconds = statistics.median(seconds)
+  rate = args.batch / step_seconds / devices
+  flops, peak = training_flops_of(model_config(args.size), *args.lengths), peak_of(device)
+  return {
+    "size": args.size,
+    "batch": args.batch,
+    "lengths": list(args.lengths),
+    "device": f"{devices} {device}",
+    "date": datetime.date.today().isoformat(),
+    "step_ms": step_seconds * 1e3,
+    "spread_ms": [min(seconds) * 1e3, max(seconds) * 1e3],
+    "seq_per_s_per_device": rate,
+    "tflops_per_device": rate * flops / 1e12,
+    "mfu": rate * flops / peak if peak else None,
+    **results,
+  }
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Times the step and returns the result (`harness.make_row`)."""
+  """Times the step and returns the result (`make_row`)."""
   started = time.perf_counter()
   compiled, state, batch, computation, planned = compile_step(args)
   compile_seconds = time.perf_counter() - started
@@ -140,9 +232,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal state, metrics
     state, metrics = compiled(state, batch, rng)
 
-  seconds = harness.time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
-  devices, hlo = jax.devices(), compiled.as_text()
-  return harness.make_row(
+  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
+  devices, hlo, least = jax.devices(), compiled.as_text(), None
+  if gpu := gpu_of(devices[0].device_kind):  # if each kernel reached the rates of the data sheet
+    least = 1e3 * time_program(parse_program(hlo), gpu, {"data": len(devices)}).seconds
+  return make_row(
     args,
     seconds,
     device=devices[0].device_kind,
@@ -150,68 +244,78 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     versions=f"jax {jax.__version__}",
     computation=computation,
     switches=switches(args),
-    peak_memory=(devices[0].memory_stats() or {}).get("peak_bytes_in_use"),
+    peak_memory_gb=(devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
     compile_s=compile_seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
     hlo={name: count for name, mark in HLO_FACTS.items() if (count := hlo.count(mark))},
     temporaries_gb=compiled.memory_analysis().temp_size_in_bytes / 1e9,
     planned_temporaries_gb=(planned["gradients"] + planned["activations"]) / 1e9,
-    least_ms=_least_milliseconds(hlo, devices),
+    least_ms=least,
   )
-
-
-def _least_milliseconds(hlo: str, devices: Sequence[Any]) -> float | None:
-  """Returns a step's milliseconds if each kernel reached the rates of the GPU's data sheet, else None."""
-  gpu = gpu_of(devices[0].device_kind)
-  if gpu is None:
-    return None
-  return 1e3 * time_program(parse_program(hlo), gpu, {"data": len(devices)}).seconds
 
 
 def switches(args: argparse.Namespace) -> str:
-  """Returns the switches as text."""
-  words = {
-    args.dtype: True,
-    f"kernel={args.kernel}": True,
-    f"fp8 {args.recipe}/{args.fp8_backend}": args.fp8,
-    "fuse_qkv": args.fuse_qkv,
-    "transpose": args.transpose,
-    "pack": args.pack,
-    f"remat={args.remat}": args.remat != "none",
-    f"loss_chunk={args.loss_chunk}": args.loss_chunk,
-    f"microbatches={args.microbatches}": args.microbatches,
-  }
-  return " ".join(word for word, is_set in words.items() if is_set)
+  """Returns the switches that are set, as text."""
+  names = (
+    "dtype kernel fp8 recipe fp8_backend fuse_qkv transpose pack remat loss_chunk microbatches"
+  )
+  values = {name: getattr(args, name) for name in names.split()}
+  return " ".join(f"{name}={value}" for name, value in values.items() if value)
 
 
-def add_switches(parser: argparse.ArgumentParser) -> None:
-  """Adds the switches of our training step."""
+def run(measure: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> int:
+  """Prints the result of a measurement, and writes it to the file that --json gives."""
+  row = measure(args)
+  mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
+  memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
+  print(f"{row['device']}, {row['versions']}; {row['computation']}")
+  print(
+    f"{row['size']} {row['switches']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
+    f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s per device, "
+    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; ready after {row['compile_s']:.0f} s"
+    + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
+    flush=True,
+  )
+  write_result(row, args.json)
+  return 0
+
+
+def write_result(result: Any, path: str | None) -> None:
+  """Writes a result as JSON to `path`, if one is given; a killed process leaves no partial file."""
+  if path:
+    write_atomically(path, json.dumps(result, indent=2))
+
+
+def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
+  """Adds the arguments of `rosetta-t5 bench`."""
   add = parser.add_argument
+  add("--size", choices=SIZES, default="small", help="the size of T5 1.1 (default: small)")
+  add("--batch", type=positive_integer, default=128, help="sequences in a batch (default: 128)")
+  lengths = add("--lengths", type=positive_integer, nargs=2, metavar=("ENC", "DEC"))
+  lengths.default, lengths.help = (512, 128), "tokens of inputs and targets (default: 512 128)"
+  dtypes = ("bfloat16", "float32")
+  add("--dtype", choices=dtypes, default=dtypes[0], help="of activations (default: bfloat16)")
+  add("--steps", type=positive_integer, default=steps, help="training steps (default: %(default)s)")
+  add("--group", type=positive_integer, default=5, help="steps timed together (default: 5)")
+  add("--warmup", type=positive_integer, default=5, help="steps before that (default: 5)")
+  add("--json", type=_writable, metavar="OUT", help="file for the result")
   add("--kernel", choices=ATTENTION_KERNELS, default="auto", help="the attention kernel")
   add("--remat", choices=REMAT_POLICIES, default="none", help="T5Config.remat_policy")
-  add(
-    "--loss-chunk",
-    type=positive_integer,
-    metavar="POSITIONS",
-    help="target positions whose logits exist at a time",
-  )
+  add("--loss-chunk", type=positive_integer, help="target positions whose logits exist at a time")
   add("--microbatches", type=positive_integer, help="parts that the batch is split into")
+  add("--fp8", action="store_true", help="compute projections in fp8")
   add("--recipe", choices=("current", "delayed"), default="current", help="the scaling of fp8")
-  add(
-    "--fp8-backend",
-    choices=("auto", "native", "te"),
-    default="auto",
-    help="XLA's fp8 matmuls, or Transformer Engine's (te)",
-  )
+  backends = ("auto", "native", "te")
+  add("--fp8-backend", choices=backends, default="auto", help="XLA's, or Transformer Engine's (te)")
   add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
   add("--transpose", action="store_true", help="keep activations as [length, batch, ...]")
   add("--pack", action="store_true", help="two examples per row")
   add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
+  parser.set_defaults(run=functools.partial(run, measure))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 bench`."""
-  harness.add_timed_workload(parser)
-  add_switches(parser)
-  parser.add_argument("--fp8", action="store_true", help="compute projections in fp8")
-  parser.set_defaults(run=functools.partial(harness.run, measure))
+def _writable(path: str) -> str:
+  # Checked at the start, so that no measurement is lost.
+  if not pathlib.Path(path).absolute().parent.is_dir():
+    raise argparse.ArgumentTypeError(f"folder {pathlib.Path(path).parent} does not exist")
+  return path

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.run_report.decimation import decimate, without_repeated_steps
-from rosetta_t5.run_report.event_files import Series
-from rosetta_t5.run_report.panels import choose_panels, missing_titles
-from rosetta_t5.run_report.run_folder import Run, Variable
-from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
+from rosetta_t5.run_report.contents import COLUMNS, choose_panels, missing_titles, summary_row
+from rosetta_t5.run_report.run_folder import Run
+from rosetta_t5.run_report.series import Series, decimate, without_repeated_steps
 
 _MAX_POINTS = 160_000  # of all charts together: about 3 MB of the page
 _MAX_POINTS_OF_SERIES = 3000
@@ -57,13 +55,7 @@ def encode_data(runs: Sequence[Run]) -> str:
     "created": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
     "columns": COLUMNS,
     "panels": [
-      {
-        "section": panel.section,
-        "title": panel.title,
-        "unit": panel.unit,
-        "lines": [vars(line) for line in panel.lines],
-      }
-      for panel in panels
+      panel._asdict() | {"lines": [line._asdict() for line in panel.lines]} for panel in panels
     ],
     "missing": missing_titles(panels),
     "runs": [_describe_run(run, max_points) for run in runs],
@@ -72,18 +64,20 @@ def encode_data(runs: Sequence[Run]) -> str:
 
 
 def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
-  first_time, last_time = _first_and_last_time(run)
+  all_series = [series for tags in run.series.values() for series in tags.values()]
+  times = [*(start.time for start in run.starts), *(float(s.times.min()) for s in all_series)]
+  first_time, last_time = min(times), max(float(series.times.max()) for series in all_series)
   return {
     "name": run.name,
     "folder": str(run.folder),
     "row": summary_row(run),
     "notes": run.notes,
     "duration": last_time - first_time,
-    "tokensPerStep": _tokens_per_step(run.facts),
+    "tokensPerStep": _tokens_per_step(run),
     "facts": _facts(run),
     "config": run.config,
     "variables": [
-      [v.name, v.shape, v.size, v.partition, _placement(v, run.facts)] for v in run.variables
+      [v.name, v.shape, v.size, v.partition, _placement(v.partition, run)] for v in run.variables
     ],
     "series": {
       group: {tag: _encode_series(s, first_time, max_points) for tag, s in tags.items()}
@@ -92,13 +86,6 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
     "timeline": _timeline(run, first_time),
     "samples": run.samples,
   }
-
-
-def _first_and_last_time(run: Run) -> tuple[float, float]:
-  times = [start.time for start in run.starts]
-  for tags in run.series.values():
-    times += [float(edge) for s in tags.values() for edge in (s.times.min(), s.times.max())]
-  return min(times), max(times)
 
 
 def _encode_series(series: Series, first_time: float, max_points: int) -> dict[str, Any]:
@@ -125,26 +112,17 @@ def _encode_points(series: Series, first_time: float) -> dict[str, str]:
 
 def _timeline(run: Run, first_time: float) -> dict[str, Any]:
   """Returns the steps over time, and what happened when, in seconds since `first_time`."""
-  train = run.series.get("train", {})
-  name = max(train, key=lambda tag: (train[tag].steps.size, tag in _PROGRESS), default=None)
-  restarts = [start.time for start in run.starts[1:]]
-  progress = None if name is None else _with_gaps(_thin_out(train[name], 1000), restarts)
-  ends = [
-    {
-      "seconds": start.end["time"] - first_time,
-      "step": step if isinstance(step := start.end.get("step"), int) else None,
-      "reason": str(start.end.get("reason")),
-    }
-    for start in run.starts
-    if start.end
-  ]
+  ends = [start.end for start in run.starts if start.end]
   return {
-    "progress": progress and _encode_points(progress, first_time),
+    "progress": _progress(run, first_time),
     "starts": [
       {"seconds": start.time - first_time, "step": start.step, "hasEnd": bool(start.end)}
       for start in run.starts
     ],
-    "ends": ends,
+    "ends": [
+      {"seconds": end["time"] - first_time, "step": end.get("step"), "reason": end.get("reason")}
+      for end in ends
+    ],
     "checkpoints": [
       {"seconds": time - first_time, "step": step, "kept": step in run.kept_checkpoints}
       for step, time in sorted(run.checkpoints.items())
@@ -152,21 +130,27 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
   }
 
 
-def _thin_out(series: Series, max_points: int) -> Series:
-  chosen = np.unique(np.linspace(0, series.steps.size - 1, max_points).astype(int))
-  return Series(series.steps[chosen], series.times[chosen], series.values[chosen])
-
-
-def _with_gaps(series: Series, times: Sequence[float]) -> Series:
-  """Returns steps over time with a gap at each of these times."""
-  at = np.searchsorted(series.times, times)
-  steps = np.insert(series.steps.astype(float), at, np.nan)
-  return Series(steps, np.insert(series.times, at, times), np.insert(series.values, at, np.nan))
+def _progress(run: Run, first_time: float) -> dict[str, str] | None:
+  """Returns the steps over time with a gap at each restart; None if no metrics of training were written."""
+  train = run.series.get("train", {})
+  name = max(train, key=lambda tag: (train[tag].steps.size, tag in _PROGRESS), default=None)
+  if name is None:
+    return None
+  chosen = np.unique(np.linspace(0, train[name].steps.size - 1, 1000).astype(int))
+  steps, times, values = train[name].take(chosen)
+  restarts = [start.time for start in run.starts[1:]]
+  at = np.searchsorted(times, restarts)
+  with_gaps = Series(
+    np.insert(steps.astype(float), at, np.nan),
+    np.insert(times, at, restarts),
+    np.insert(values, at, np.nan),
+  )
+  return _encode_points(with_gaps, first_time)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
   """Returns what is known about model and machine, as (name, text)."""
-  lines = str(run.facts.get("header", "")).splitlines()
+  lines = str(run.setup.get("header", "")).splitlines()
   rows = [(name, text.strip()) for name, _, text in (line.partition(" ") for line in lines) if name]
   if run.num_parameters is not None and not rows:
     rows.append(("model", f"{run.num_parameters:,} parameters"))
@@ -176,26 +160,20 @@ def _facts(run: Run) -> list[tuple[str, str]]:
   return [*rows, ("folder", str(run.folder))]
 
 
-def _tokens_per_step(facts: dict[str, Any]) -> float | None:
+def _tokens_per_step(run: Run) -> float | None:
   """Returns the positions of inputs and targets in a batch, with padding; None if unknown."""
-  lengths, batch = facts.get("lengths"), facts.get("batch_size")
-  if not isinstance(lengths, dict) or not isinstance(batch, int):
-    return None
-  shown = ("encoder_input_tokens", "decoder_target_tokens")
-  per_example = sum(n for name in shown if isinstance(n := lengths.get(name), int))
-  return float(batch * per_example) or None
+  lengths = run.setup.get("lengths", {})
+  features = ("encoder_input_tokens", "decoder_target_tokens")
+  per_example = sum(lengths.get(name, 0) for name in features)
+  return float(run.setup.get("batch_size", 0) * per_example) or None
 
 
-def _placement(variable: Variable, facts: dict[str, Any]) -> str:
-  """Returns over which axes of the mesh an array is split."""
-  mesh = facts.get("mesh")
-  sizes = mesh if isinstance(mesh, dict) else {}
-  axes = re.findall(r"'([^']*)'", variable.partition)
-  split = {axis: sizes.get(axis) for axis in axes if sizes.get(axis) != 1}
-  if not split:
-    return "a copy on every device"
-  parts = " × ".join(f"{axis} ({n})" if n else axis for axis, n in split.items())
-  return f"split over {parts}"
+def _placement(partition: str, run: Run) -> str:
+  """Returns over which axes of the mesh an array with this partition spec is split."""
+  sizes = run.setup.get("mesh", {})
+  axes = [axis for axis in re.findall(r"'([^']*)'", partition) if sizes.get(axis) != 1]
+  parts = " × ".join(f"{axis} ({sizes[axis]})" if axis in sizes else axis for axis in axes)
+  return f"split over {parts}" if parts else "a copy on every device"
 
 
 def _plotly_source() -> str:

@@ -1,39 +1,42 @@
-"""Reads the files that a training run leaves in MODEL_DIR, ours or T5X's."""
+"""Reads the files that a training run leaves in MODEL_DIR, ours or T5X's. Nothing in them is executed."""
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rosetta_t5.run_report.event_files import Events, Series, read_event_file
-from rosetta_t5.run_report.gin_text import gin_of_markdown, parse_bindings
+from rosetta_t5.run_report.series import Events, Series, read_event_file
 from rosetta_t5.telemetry.run_files import RUN_LOG
 
 GROUPS = ("train", "training_eval", "inference_eval")
-_EVENT_FILE = "tfevents"
+_FILES = (RUN_LOG, "config.gin", "model-info.txt")
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
-_SAMPLES = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
+_PREDICTIONS = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
 _METRICS = "-metrics.jsonl"
+_BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.*)", re.DOTALL)
 _MAX_EVALUATIONS = 24  # of which predictions are shown
 _MAX_EXAMPLES = 12
 _MAX_CHARACTERS = 1000
 
+Texts = tuple[str, str, str]  # input, target, prediction
 
-@dataclasses.dataclass(frozen=True)
-class Variable:
+
+class Variable(NamedTuple):
   """A line of model-info.txt: an array of the train state, and where it lives."""
 
   name: str
@@ -42,8 +45,7 @@ class Variable:
   partition: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
   """A start of the training program.
 
   Attributes:
@@ -71,7 +73,7 @@ class Run:
     config: the effective configuration, {name: value} as text.
     variables: parameters and other arrays of the train state, with their partitioning.
     num_parameters: the number of parameters; None if unknown.
-    facts: what the last start recorded about model, mesh and devices.
+    setup: what the last start recorded about model, mesh and devices.
     samples: {task: {step: [(input, target, prediction)]}}.
     notes: what could not be read.
   """
@@ -85,8 +87,8 @@ class Run:
   config: dict[str, str]
   variables: list[Variable]
   num_parameters: int | None
-  facts: dict[str, Any]
-  samples: dict[str, dict[int, list[tuple[str, str, str]]]]
+  setup: dict[str, Any]
+  samples: dict[str, dict[int, list[Texts]]]
   notes: list[str]
 
 
@@ -103,7 +105,10 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         f"its checkpoints, e.g. gcloud storage rsync -r -x 'checkpoint_.*' {folder} run"
       )
   paths = list(dict.fromkeys(pathlib.Path(os.path.realpath(folder)) for folder in folders))
-  return [_read_run(path, name) for path, name in zip(paths, _short_names(paths), strict=True)]
+  names = [_root(path).name for path in paths]
+  if len(set(names)) < len(names):
+    names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+  return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def files_of_run(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -112,27 +117,14 @@ def files_of_run(folder: pathlib.Path) -> list[pathlib.Path]:
   for parent, folders, names in os.walk(folder):
     # A checkpoint can have a million files, and none of them is needed.
     folders[:] = [name for name in folders if not name.startswith((".", "checkpoint_"))]
-    wanted = (RUN_LOG, "config.gin", "model-info.txt")
-    files += [
-      pathlib.Path(parent, n)
-      for n in names
-      if (_EVENT_FILE in n or n.endswith(".jsonl") or n in wanted)
-      and os.path.isfile(os.path.join(parent, n))  # and not a pipe or a device
-    ]
+    wanted = (n for n in names if "tfevents" in n or n.endswith(".jsonl") or n in _FILES)
+    files += [pathlib.Path(parent, name) for name in wanted]
   return sorted(files)
 
 
 def _root(folder: pathlib.Path) -> pathlib.Path:
   """Returns MODEL_DIR, also if only a folder in it was given, such as T5X's MODEL_DIR/train."""
   return folder.parent if folder.name in GROUPS else folder
-
-
-def _short_names(paths: Sequence[pathlib.Path]) -> list[str]:
-  names = [_root(path).name for path in paths]
-  if len(set(names)) == len(names):
-    return names
-  common = os.path.commonpath(paths)
-  return [os.path.relpath(path, common) for path in paths]
 
 
 def _read_run(folder: pathlib.Path, name: str) -> Run:
@@ -144,23 +136,37 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
   series = _read_metric_files(folder / "inference_eval", notes)
   series |= {group: _join(events) for group, events in by_group.items()}
   log = _read_json_lines(folder / RUN_LOG, notes)
-  facts = [line for line in log if line.get("event") == "start"]
-  variables, num_parameters = _read_model_info(folder / "model-info.txt")
-  saved, kept = _saved_checkpoints(series.get("train", {})), _kept_checkpoints(folder)
+  setups = [line for line in log if line.get("event") == "start"]
+  # A running job deletes old checkpoints.
+  kept: dict[int, float] = {}
+  for entry in folder.iterdir():
+    with contextlib.suppress(FileNotFoundError):
+      if match := _CHECKPOINT.fullmatch(entry.name):
+        kept[int(match[1])] = entry.stat().st_mtime
+  # Training records when it saves a checkpoint, T5X too.
+  saved = series.get("train", {}).get("timing/checkpoint_seconds")
+  times = dict(zip(saved.steps.tolist(), saved.times.tolist(), strict=True)) if saved else {}
+  info = _text_of(folder / "model-info.txt").splitlines()
+  variables = [match.groups() for line in info if (match := _VARIABLE.fullmatch(line))]
+  totals = [int(match[1]) for line in info if (match := _TOTAL.fullmatch(line))]
   return Run(
     folder=folder,
     name=name,
     series=series,
     starts=_find_starts(by_group.get("train", []), log),
-    checkpoints=kept | saved,
+    checkpoints=kept | times,
     kept_checkpoints=sorted(kept),
-    config=parse_bindings(_config_text(folder, by_group)),
-    variables=variables,
-    num_parameters=num_parameters,
-    facts=facts[-1] if facts else {},
+    config=parse_bindings(_text_of(folder / "config.gin") or _config_of(by_group.get("train", []))),
+    variables=[Variable(name, int(size), *rest) for name, size, *rest in variables],
+    num_parameters=totals[-1] if totals else None,
+    setup=setups[-1] if setups else {},
     samples=_read_samples(folder, notes),
     notes=notes,
   )
+
+
+def _text_of(file: pathlib.Path) -> str:
+  return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _read_event_files(folder: pathlib.Path, notes: list[str]) -> dict[str, list[Events]]:
@@ -168,7 +174,7 @@ def _read_event_files(folder: pathlib.Path, notes: list[str]) -> dict[str, list[
   root = _root(folder)
   by_group: dict[str, list[Events]] = collections.defaultdict(list)
   for file in files_of_run(folder):
-    if _EVENT_FILE in file.name:
+    if "tfevents" in file.name:
       status = file.stat()
       events = _read_unchanged(file, status.st_size, status.st_mtime_ns)
       if events.problem:
@@ -205,12 +211,8 @@ def _join(events: Sequence[Events]) -> dict[str, Series]:
     for tag, series in one.series.items():
       parts[tag].append(series)
   return {
-    tag: Series(*(np.concatenate([getattr(s, f) for s in all_of]) for f in _SERIES_FIELDS))
-    for tag, all_of in parts.items()
+    tag: Series(*map(np.concatenate, zip(*of_tag, strict=True))) for tag, of_tag in parts.items()
   }
-
-
-_SERIES_FIELDS = [field.name for field in dataclasses.fields(Series)]
 
 
 def _find_starts(events: Sequence[Events], log: Sequence[dict[str, Any]]) -> list[Start]:
@@ -234,64 +236,28 @@ def _number(value: Any) -> float:
   return float(value) if is_number else math.nan
 
 
-def _saved_checkpoints(train: dict[str, Series]) -> dict[int, float]:
-  """Returns the checkpoints that were saved and when, as training recorded it (T5X too)."""
-  saved = train.get("timing/checkpoint_seconds")
-  return dict(zip(saved.steps.tolist(), saved.times.tolist(), strict=True)) if saved else {}
-
-
-def _kept_checkpoints(folder: pathlib.Path) -> dict[int, float]:
-  """Returns the checkpoints in the folder and when they were last changed, in seconds since 1970."""
-  kept = {}
-  for entry in folder.iterdir():
-    if match := _CHECKPOINT.fullmatch(entry.name):
-      with contextlib.suppress(FileNotFoundError):  # A running job deletes old checkpoints.
-        kept[int(match[1])] = entry.stat().st_mtime
-  return kept
-
-
-def _config_text(folder: pathlib.Path, by_group: dict[str, list[Events]]) -> str:
-  """Returns config.gin, else the configuration in TensorBoard's text, else nothing."""
-  file = folder / "config.gin"
-  if file.is_file():
-    return file.read_text(encoding="utf-8", errors="replace")
-  texts = (e.texts.get(tag) for e in by_group.get("train", []) for tag in ("config", "gin_config"))
-  return next((gin_of_markdown(found[-1].text) for found in texts if found), "")
-
-
-def _read_model_info(file: pathlib.Path) -> tuple[list[Variable], int | None]:
-  """Returns the arrays of model-info.txt, and the number of parameters."""
-  variables, total = [], None
-  text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-  for line in text.splitlines():
-    if match := _VARIABLE.fullmatch(line):
-      name, size, shape, partition = match.groups()
-      variables.append(Variable(name, int(size), shape, partition))
-    elif match := _TOTAL.fullmatch(line):
-      total = int(match[1])
-  return variables, total
+def _config_of(events: Sequence[Events]) -> str:
+  """Returns the gin file that TensorBoard shows as an indented block; "" if there is none."""
+  texts = (one.texts.get(tag) for one in events for tag in ("config", "gin_config"))
+  lines = next(filter(None, texts), "").splitlines()
+  return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    "))
 
 
 def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = None) -> list[Any]:
   """Returns the objects of the first lines of a file; lines that are not JSON objects are noted."""
-  rows: list[Any] = []
   if not file.is_file():
-    return rows
-  damaged = 0
+    return []
+  rows: list[Any] = []
   with file.open(encoding="utf-8", errors="replace") as lines:
-    for line in lines:
+    for line in itertools.islice(lines, limit):
       try:
-        row = json.loads(line)
+        rows.append(json.loads(line))
       except (ValueError, RecursionError):
-        row = None
-      if isinstance(row, dict):
-        rows.append(row)
-      damaged += not isinstance(row, dict)
-      if len(rows) == limit:
-        break
-  if damaged:
+        rows.append(None)
+  objects = [row for row in rows if isinstance(row, dict)]
+  if damaged := len(rows) - len(objects):
     notes.append(f"{file.name}: {damaged} line(s) left out, which are not JSON objects")
-  return rows
+  return objects
 
 
 def _read_metric_files(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
@@ -299,49 +265,42 @@ def _read_metric_files(folder: pathlib.Path, notes: list[str]) -> dict[str, dict
 
   The files have no times, so all values have that of the last one.
   """
-  by_group = {}
+  by_group: dict[str, dict[str, Series]] = {}
   for file in sorted(folder.glob(f"*{_METRICS}")):
-    found: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
-    for row in _read_json_lines(file, notes):
-      for name, value in row.items():
-        if name != "step" and not math.isnan(step := _number(row.get("step"))):
-          found[f"eval/{name}"].append((step, _number(value)))
-    time = file.stat().st_mtime
-    by_group[f"inference_eval/{file.name.removesuffix(_METRICS)}"] = {
-      tag: Series(
-        np.array([step for step, _ in rows], np.int64),
-        np.full(len(rows), time),
-        np.array([value for _, value in rows]),
-      )
-      for tag, rows in found.items()
-      if not all(math.isnan(value) for _, value in rows)
-    }
+    rows = [
+      row for row in _read_json_lines(file, notes) if not math.isnan(_number(row.get("step")))
+    ]
+    group = by_group[f"inference_eval/{file.name.removesuffix(_METRICS)}"] = {}
+    for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
+      having = [row for row in rows if name in row]
+      steps = np.array([row["step"] for row in having], np.int64)
+      values = np.array([_number(row[name]) for row in having])
+      if not np.isnan(values).all():
+        group[f"eval/{name}"] = Series(steps, np.full(steps.size, file.stat().st_mtime), values)
   return by_group
 
 
-def _read_samples(
-  folder: pathlib.Path, notes: list[str]
-) -> dict[str, dict[int, list[tuple[str, str, str]]]]:
+def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int, list[Texts]]]:
   """Returns the first predictions of each task at each evaluation, or at some if there are many."""
   files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
   for file in sorted((folder / "inference_eval").glob("*.jsonl")):
-    if match := _SAMPLES.fullmatch(file.name):
+    if match := _PREDICTIONS.fullmatch(file.name):
       files[match["task"]][int(match["step"])] = file
-  samples = {}
-  for task, by_step in files.items():
-    rows = {
-      step: _read_json_lines(by_step[step], notes, limit=_MAX_EXAMPLES) for step in _spread(by_step)
-    }
-    samples[task] = {step: [_texts_of(row) for row in found] for step, found in rows.items()}
   # Of a step that a restart has repeated, the last prediction of each input remains.
-  others: dict[str, dict[int, dict[str, tuple[str, str, str]]]] = {}
+  others: dict[str, dict[int, dict[str, Texts]]] = {}
   for row in _read_json_lines(folder / "samples.jsonl", notes):
     if not math.isnan(step := _number(row.get("step"))):
       texts = _texts_of(row)
       others.setdefault(str(row.get("task")), {}).setdefault(int(step), {})[texts[0]] = texts
-  for task, by_input in others.items():
-    shown = {step: list(by_input[step].values())[:_MAX_EXAMPLES] for step in _spread(by_input)}
-    samples.setdefault(task, shown)
+  samples = {
+    task: {step: list(by_step[step].values())[:_MAX_EXAMPLES] for step in _spread(by_step)}
+    for task, by_step in others.items()
+  }
+  for task, file_of in files.items():
+    rows = {
+      step: _read_json_lines(file_of[step], notes, _MAX_EXAMPLES) for step in _spread(file_of)
+    }
+    samples[task] = {step: [_texts_of(row) for row in found] for step, found in rows.items()}
   return samples
 
 
@@ -352,7 +311,7 @@ def _spread(steps: Iterable[int]) -> list[int]:
   return [steps[n] for n in np.unique(shown)]
 
 
-def _texts_of(row: dict[str, Any]) -> tuple[str, str, str]:
+def _texts_of(row: dict[str, Any]) -> Texts:
   """Returns input, target and prediction of a line that SeqIO's JSONLogger wrote."""
   inputs = row.get("input", row.get("inputs", {}))
   if not isinstance(inputs, dict):
@@ -366,3 +325,41 @@ def _texts_of(row: dict[str, Any]) -> tuple[str, str, str]:
 def _shorten(value: Any) -> str:
   text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
   return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
+
+
+def parse_bindings(text: str) -> dict[str, str]:
+  """Returns {name: value} of a gin file as text; the last binding of a name counts.
+
+  A report may be made of a folder that somebody else sent, so nothing is imported, evaluated or included.
+  """
+  statements: list[str] = []
+  for line in text.splitlines():
+    if not line.strip() or line.lstrip().startswith("#"):
+      continue
+    if line.startswith((" ", "\t", ")", "]", "}")) and statements:
+      statements[-1] = f"{statements[-1].removesuffix(chr(92)).rstrip()} {line.strip()}"
+    else:
+      statements.append(line.rstrip())
+  found = (_BINDING.fullmatch(statement) for statement in statements)
+  return {match["name"]: match["value"].strip() for match in found if match}
+
+
+def value_of(bindings: Mapping[str, str], *names: str) -> Any:
+  """Returns the value of the first binding that ends with one of `names`; None if there is none.
+
+  Macros are followed. The value is a number, a string, a list and so on, or the text of a reference.
+  """
+  found = (
+    text
+    for name in names
+    for bound, text in bindings.items()
+    if bound == name or bound.endswith((f".{name}", f"/{name}"))
+  )
+  text = next(found, "")
+  for _ in bindings:  # A chain of macros is never longer than this.
+    if text.startswith("%"):
+      text = bindings.get(text[1:], bindings.get(f"{text[1:]}/macro.value", ""))
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError, MemoryError, RecursionError):
+    return text or None

@@ -46,9 +46,8 @@ from rosetta_t5.data.vocabularies.task_vocabularies import (
   gpt2_vocabulary,
   load_tokenizer,
 )
-from rosetta_t5.run_report.event_files import read_event_file
-from rosetta_t5.run_report.gin_text import value_of
-from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.run_report.run_folder import read_runs, value_of
+from rosetta_t5.run_report.series import read_event_file
 
 Folder = pathlib.Path
 FIXTURES = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures"

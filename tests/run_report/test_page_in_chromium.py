@@ -10,7 +10,7 @@ import pytest
 import run_files
 
 from rosetta_t5.run_report.page import build_page
-from rosetta_t5.run_report.page_server import ReportServer
+from rosetta_t5.run_report.report_command import ReportServer
 from rosetta_t5.run_report.run_folder import read_runs
 
 PLOT = ".js-plotly-plot .main-svg"

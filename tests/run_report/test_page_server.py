@@ -15,8 +15,8 @@ import urllib.request
 import pytest
 import run_files
 
-from rosetta_t5.run_report import page_server
-from rosetta_t5.run_report.page_server import ReportServer
+from rosetta_t5.run_report import report_command
+from rosetta_t5.run_report.report_command import ReportServer
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_new_events_are_served(followed):
 
 def test_what_is_written_while_the_files_are_read_is_served_next(followed, monkeypatch):
   server, folder = followed
-  read_runs = page_server.read_runs
+  read_runs = report_command.read_runs
 
   def read_before_the_run_writes(folders):
     read = read_runs(folders)
@@ -61,7 +61,7 @@ def test_what_is_written_while_the_files_are_read_is_served_next(followed, monke
     run_files.add_event_file(folder / "train", later, started=run_files.STARTED + 1000)
     return read
 
-  monkeypatch.setattr(page_server, "read_runs", read_before_the_run_writes)
+  monkeypatch.setattr(report_command, "read_runs", read_before_the_run_writes)
   before = loss_count(server)
   monkeypatch.undo()
   assert loss_count(server) == before + 1

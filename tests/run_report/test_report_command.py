@@ -13,9 +13,9 @@ import pytest
 import run_files
 
 from rosetta_t5 import cli
-from rosetta_t5.run_report.event_files import Series
 from rosetta_t5.run_report.page import build_page
 from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.run_report.series import Series
 
 HOSTILE = "</script><img src=x onerror=\"document.title='stolen'\">'&"
 

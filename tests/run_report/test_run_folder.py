@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import types
 
@@ -11,10 +10,9 @@ import pytest
 import run_files
 from run_files import STARTED
 
-from rosetta_t5.run_report import panels
-from rosetta_t5.run_report.gin_text import parse_bindings, value_of
-from rosetta_t5.run_report.run_folder import read_runs
-from rosetta_t5.run_report.summary_row import COLUMNS, summary_row
+from rosetta_t5.run_report import contents
+from rosetta_t5.run_report.contents import COLUMNS, summary_row
+from rosetta_t5.run_report.run_folder import parse_bindings, read_runs, value_of
 
 
 def test_starts_and_their_ends_are_found(runs):
@@ -32,12 +30,6 @@ def test_checkpoints_are_those_that_were_saved_and_those_that_are_kept(runs):
   run = read_runs([str(runs[0])])[0]
   assert sorted(run.checkpoints) == list(range(100, 1001, 100))
   assert run.kept_checkpoints == [900, 1000]
-
-
-def test_a_pipe_that_has_the_name_of_an_event_file_is_not_opened(tmp_path):
-  folder = run_files.write_run(tmp_path / "run")
-  os.mkfifo(folder / "train/events.out.tfevents.1")
-  assert read_runs([str(folder)])[0].series
 
 
 def test_the_row_has_the_figures_of_the_run(runs):
@@ -191,7 +183,7 @@ def test_a_report_has_one_chart_of_the_loads_of_experts_in_the_order_of_layers()
   tags = [f"experts/highest_load/encoder/layers_{n}" for n in (1, 3, 11)]
   tags += ["experts/highest_load/decoder/layers_1", "experts/expert_usage"]
   run = types.SimpleNamespace(series={"train": dict.fromkeys(tags)})
-  load, usage = panels.choose_panels([run])
+  load, usage = contents.choose_panels([run])
   assert [line.label for line in load.lines] == [
     "decoder/layers_1",
     "encoder/layers_1",

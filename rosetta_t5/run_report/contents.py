@@ -1,17 +1,40 @@
-"""The charts of a report: which metrics they show, in which unit."""
+"""What a report shows: the charts of metrics, and the row of each run in the table of results."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from rosetta_t5.run_report.run_folder import Run
+import numpy as np
 
+from rosetta_t5.run_report.run_folder import Run, value_of
+from rosetta_t5.run_report.series import Series, without_repeated_steps
+
+UNKNOWN = "–"
+_SECONDS_PER_DAY = 86400.0
+_COUNTS = {"B": 1e9, "M": 1e6, "k": 1e3, "": 1}
+_DURATIONS = {"days": 1.0, "h": 1 / 24, "min": 1 / 1440, "s": 1 / _SECONDS_PER_DAY}
+# As in the README of NVIDIA's T5X.
+COLUMNS = (
+  "Run",
+  "Size",
+  "GPU",
+  "Precision",
+  "#GPUs",
+  "TP",
+  "BS / GPU",
+  "Sequences/s",
+  "Seq/s/GPU",
+  "Est. walltime",
+  "GPU-days",
+  "MNLI (acc.)",
+  "SQuAD v1.1 (EM / F1)",
+)
 TRAINING, EXPERTS, EVALUATION, OTHER = "Training", "Experts", "Evaluation", "Other metrics"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
   """A metric in a chart, of every run that has it.
 
   Attributes:
@@ -27,8 +50,7 @@ class Line:
   factor: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
   """A chart.
 
   Attributes:
@@ -154,3 +176,94 @@ def _task(group: str) -> str:
 
 def _has(runs: Sequence[Run], group: str, tag: str) -> bool:
   return any(tag in run.series.get(group, {}) for run in runs)
+
+
+def summary_row(run: Run) -> list[str]:
+  """Returns the cells of COLUMNS for a run; UNKNOWN where its files do not say."""
+  devices = count_devices(run)
+  batch = _positive(run.setup.get("batch_size") or value_of(run.config, "BATCH_SIZE", "batch_size"))
+  steps = _positive(run.setup.get("total_steps") or value_of(run.config, "TRAIN_STEPS"))
+  speed = _median(run, "timing/seqs_per_second")
+  days = steps * batch / speed / _SECONDS_PER_DAY
+  return [
+    run.name,
+    _format_units(run.num_parameters, _COUNTS, "\N{NO-BREAK SPACE}"),
+    str(run.setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
+    _precision(run),
+    _format(devices, ",.0f"),
+    _format(_tensor_parallelism(run), ".0f"),
+    _format(batch / devices, ",.4g"),
+    _format(speed, ",.4g"),
+    _format(speed / devices, ",.4g"),
+    _format_units(days, _DURATIONS),
+    _format(days * devices, ",.3g"),
+    _score(run, "mnli", ("accuracy",)),
+    _score(run, "squad", ("em", "f1")),
+  ]
+
+
+def count_devices(run: Run) -> float:
+  """Returns the number of devices; NaN if unknown."""
+  # T5X records no setup, but both rates, whose ratio is the number of devices.
+  ratio = _median(run, "timing/seqs_per_second") / _median(run, "timing/seqs_per_second_per_core")
+  recorded = _positive(run.setup.get("devices"))
+  return round(ratio) if math.isnan(recorded) and not math.isnan(ratio) else recorded
+
+
+def _tensor_parallelism(run: Run) -> float:
+  mesh = run.setup.get("mesh")
+  partitions = value_of(run.config, "num_partitions", "NUM_PARTITIONS")
+  return _positive(mesh.get("model", partitions) if isinstance(mesh, dict) else partitions)
+
+
+def _precision(run: Run) -> str:
+  dtype = value_of(run.config, "T5Config.dtype", "TransformerConfig.dtype", "dtype", "DTYPE")
+  computes = str(run.setup.get("computes", ""))
+  fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
+  name = computes.partition(";")[0] or (dtype if isinstance(dtype, str) else UNKNOWN)
+  return {"bfloat16": "bf16", "float32": "fp32"}.get(name, name) + fp8
+
+
+def _median(run: Run, tag: str) -> float:
+  """Returns the median of a metric of training; NaN if it was not measured.
+
+  The first value, which includes the start, is left out if there are others.
+  """
+  series = run.series.get("train", {}).get(tag)
+  values = series.values[np.isfinite(series.values) & (series.values > 0)] if series else ()
+  return float(np.median(values[1:] if len(values) > 1 else values)) if len(values) else math.nan
+
+
+def _score(run: Run, task: str, metrics: tuple[str, ...]) -> str:
+  """Returns the last metrics of the first task whose name contains `task`."""
+  for group, series in sorted(run.series.items()):
+    if group.startswith("inference_eval/") and task in group.lower():
+      by_name = {tag.removeprefix("eval/"): one for tag, one in series.items()}
+      if all(name in by_name for name in metrics):
+        return " / ".join(_last(by_name[name]) for name in metrics)
+  return UNKNOWN
+
+
+def _last(series: Series) -> str:
+  """Returns the last value of a rate in percent."""
+  values = without_repeated_steps(series).values
+  # SeqIO's accuracies are fractions or percentages, depending on the task.
+  factor = 100 if (values <= 1).all() else 1
+  return f"{factor * values[-1]:.2f}"
+
+
+def _positive(value: Any) -> float:
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return float(value) if is_number and 0 < value < 1e18 else math.nan
+
+
+def _format(value: float, spec: str) -> str:
+  return format(value, spec) if math.isfinite(value) else UNKNOWN
+
+
+def _format_units(value: float | None, units: dict[str, float], space: str = " ") -> str:
+  """Returns a value in the largest of these units, the largest first, that it reaches, or in the last."""
+  if value is None or math.isnan(value):
+    return UNKNOWN
+  name, unit = next((each for each in units.items() if value >= each[1]), [*units.items()][-1])
+  return f"{value / unit:,.3g}{space}{name}".rstrip()

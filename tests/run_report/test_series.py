@@ -1,4 +1,4 @@
-"""Event files are read as TensorBoard reads them."""
+"""Event files are read as TensorBoard reads them, and charts keep every extreme of a series."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util import tensor_util
 
-from rosetta_t5.run_report.event_files import read_event_file
+from rosetta_t5.run_report.series import Series, decimate, read_event_file, without_repeated_steps
 
 
 def read_with_tensorboard(path):
@@ -56,7 +56,7 @@ def test_texts_and_other_types_of_numbers_are_read(tmp_path):
   with path.open("ab") as file:
     RecordWriter(file).write(event.SerializeToString())
   read = read_event_file(path)
-  assert read.texts == {"config": [(0, "    a.b = 1")]}
+  assert read.texts == {"config": "    a.b = 1"}
   assert set(read.series) == {"loss", "integer", "double"}
   assert read.series["integer"].values.tolist() == [5.0]
   assert read.series["double"].values.tolist() == [0.1]
@@ -93,3 +93,44 @@ def test_a_million_scalars_take_less_than_ten_seconds(tmp_path):
   began = time.process_time()
   assert read_event_file(path).series["loss"].steps.size == 1_000_000
   assert time.process_time() - began < 10
+
+
+def make_series(values, steps=None):
+  values = np.asarray(values, float)
+  steps = np.arange(values.size) if steps is None else np.asarray(steps)
+  return Series(steps, 10.0 * np.arange(values.size), values)
+
+
+@pytest.mark.parametrize("count", [1, 999, 1000, 1001, 12_345, 100_000])
+def test_extremes_and_both_ends_are_kept_at_their_steps(count):
+  values = np.random.default_rng(count).normal(size=count)
+  values[count // 3], values[count // 2] = 50.0, -40.0
+  curve = decimate(make_series(values), 1000)
+  assert curve.points.steps.size <= 1002
+  assert {0, count // 3, count // 2, count - 1} <= set(curve.points.steps.tolist())
+  assert np.array_equal(curve.points.values, values[curve.points.steps])
+  assert (np.diff(curve.points.steps) > 0).all()
+  assert (curve.means is None) == (count <= 1000)
+
+
+def test_means_are_those_of_the_parts():
+  values = np.arange(1003.0)
+  means = decimate(make_series(values), 100).means
+  assert means is not None
+  parts = [values[n : n + 21] for n in range(0, 1003, 21)]
+  assert means.values == pytest.approx([part.mean() for part in parts])
+  assert means.values == pytest.approx(means.steps, abs=0.5)
+
+
+def test_infinite_and_nan_values_are_reported_apart():
+  curve = decimate(make_series([1.0, np.nan, 3.0, np.inf]), 1000)
+  assert curve.points.values.tolist() == [1.0, 3.0]
+  assert curve.nonfinite_steps.tolist() == [1, 3]
+  assert decimate(make_series([np.nan] * 5000), 10).points.steps.size == 0
+
+
+def test_of_steps_that_a_restart_repeats_the_later_values_count():
+  kept = without_repeated_steps(make_series([5, 4, 3, 2.5, 2, 1.5], steps=[10, 20, 30, 20, 30, 40]))
+  assert kept.steps.tolist() == [10, 20, 30, 40]
+  assert kept.values.tolist() == [5, 2.5, 2, 1.5]
+  assert kept.times.tolist() == [0, 30, 40, 50]
