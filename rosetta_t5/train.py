@@ -29,8 +29,8 @@ from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.estimate import placement
 from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
-from rosetta_t5.telemetry.report import RunDescription, RunSetup
-from rosetta_t5.telemetry.run_files import log_event, log_model_info
+from rosetta_t5.telemetry.report import describe_setup, describe_training, log_start
+from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
@@ -136,8 +136,8 @@ def train(
   init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(seeds["random_seed"]), 2)
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
-  setup = _run_setup(partitioner, train_dataset_cfg, checkpoint_cfg, model_dir)
-  terminal.print_line(setup.text())
+  setup = describe_setup(partitioner, train_dataset_cfg, checkpoint_cfg.save, model_dir)
+  terminal.print_line(setup)
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
@@ -145,8 +145,7 @@ def train(
   model_facts = _check_model(verify_matching_vocabs_fn, train_cfg, model, restore_cfg, restore_path)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
-  mesh = partitioner.mesh.shape
-  model, kernel = with_measured_kernel(model, feed.element_spec, mesh)
+  model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
   evaluation = LossEvaluation(
     cfg=train_eval_dataset_cfg,
     get_datasets=train_eval_get_dataset_fn,
@@ -203,18 +202,18 @@ def train(
     rng=trainer_rng,
   )
   del state
-  description = RunDescription(
-    setup=setup,
-    model=model,
-    params=trainer.train_state.params,
-    batch=feed.element_spec,
-    steps=(first_step, total_steps),
-    restored_from=checkpoints.restored_checkpoint(restore_path, first_step),
-    examples=describe_examples(total_steps - first_step),
-    computation=describe_computation(model, fp8, kernel),
-    notes=_header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
+  computation, steps = describe_computation(model, fp8, kernel), (first_step, total_steps)
+  description = describe_training(
+    model,
+    trainer.train_state.params,
+    feed.element_spec,
+    steps,
+    checkpoints.restored_checkpoint(restore_path, first_step),
+    describe_examples(total_steps - first_step),
+    computation,
+    _header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
   )
-  terminal.print_line(description.text())
+  terminal.print_line(description)
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
@@ -234,7 +233,7 @@ def train(
     num_eval_samples=num_eval_samples,
   )
   if first_step < total_steps:
-    log_event(model_dir, "start", **description.facts())
+    log_start(model_dir, setup, description, partitioner, feed.element_spec, steps, computation)
     with loop.log_failure(), explain_out_of_memory(TRAINING):
       loop.compile()
       log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
@@ -253,23 +252,6 @@ def train(
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `train` with the arguments of the command line and its gin files (`python -m t5x.train`)."""
   config.run_from_command_line(train, argv, describe_run)
-
-
-def _run_setup(
-  partitioner: BasePartitioner,
-  train_dataset_cfg: data.DatasetConfig,
-  checkpoint_cfg: checkpoints.CheckpointConfig,
-  model_dir: str,
-) -> RunSetup:
-  return RunSetup(
-    mesh=partitioner.mesh,
-    mesh_reason=partitioner.mesh_reason,
-    task=train_dataset_cfg.name,
-    batch_size=train_dataset_cfg.batch_size,
-    lengths=train_dataset_cfg.task_feature_lengths,
-    model_dir=model_dir,
-    save_period=checkpoint_cfg.save.period if checkpoint_cfg.save else None,
-  )
 
 
 def _header_notes(

@@ -20,12 +20,12 @@ from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.telemetry.nonfinite import raise_if_nonfinite
 from rosetta_t5.telemetry.report import run_summary
 from rosetta_t5.telemetry.run_files import log_event, logged_failure
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,
+  raise_if_nonfinite,
   skips_in_a_row,
   with_skipped_steps,
 )
@@ -85,7 +85,7 @@ class TrainLoop:
       self.total_steps,
       loss_per_token=METRIC_PER_TOKEN.get(self.evaluation.model.loss_normalizing_factor, ""),
     )
-    self._samples = SampleLog(self.num_eval_samples, self.model_dir, self._progress.print_line)
+    self._samples = SampleLog(self.num_eval_samples, self.model_dir)
     self._interruption = distributed.InterruptionListener()
     self._watchdog = distributed.Watchdog()
 
@@ -248,7 +248,7 @@ class TrainLoop:
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
     counted = with_skipped_steps(restored.param_states, state.param_states)
     self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
-    self._progress.print_line(
+    terminal.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
     )
     log_event(self.model_dir, "restored", step=self._step, checkpoint=good[-1], skipped=skipped)

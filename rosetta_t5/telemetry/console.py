@@ -5,18 +5,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import jax
 
 from rosetta_t5 import terminal
 from rosetta_t5.telemetry import run_metrics
 from rosetta_t5.telemetry.metrics_manager import as_floats, compute_values
-from rosetta_t5.telemetry.nonfinite import nonfinite_metrics
+from rosetta_t5.telemetry.run_metrics import nonfinite_metrics
 
 Metrics = Mapping[str, float]
 
@@ -56,26 +55,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     last_loss: the loss in the last report.
   """
 
-  def __init__(
-    self,
-    first_step: int,
-    total_steps: int,
-    stream: IO[str] | None = None,
-    loss_per_token: str = LOSS_PER_TOKEN,
-  ):
+  def __init__(self, first_step: int, total_steps: int, loss_per_token: str = LOSS_PER_TOKEN):
     """Builds a display, which starts when it is entered as a context.
 
     Args:
       first_step: the number of steps completed before the run.
       total_steps: the number of steps completed when the run ends.
-      stream: where to print; None for standard output.
       loss_per_token: the metric that is the loss in nats per target token; "" if the model divides
         the loss by something else.
     """
     self._loss_per_token = loss_per_token
     self._first_step = first_step
     self._total_steps = total_steps
-    self._stream = stream or sys.stdout
     self._stack = contextlib.ExitStack()
     self._bar: terminal.Bar | None = None
     self._line_printed = -math.inf
@@ -88,7 +79,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def __enter__(self) -> Progress:
     shown = terminal.progress_bar(
-      "step", self._total_steps, completed=self._first_step, stream=self._stream, line_period_s=0
+      "step", self._total_steps, completed=self._first_step, line_period_s=0
     )
     self._bar = self._stack.enter_context(shown)
     if self._bar.is_drawn:
@@ -129,7 +120,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       cells = [f"step {step}/{self._total_steps}", *self._loss_cells(values)]
       if speed := values.get(_STEPS_PER_SECOND):
         cells += self._speed_cells(step, speed)
-      self.print_line(_join_cells([*cells, *_measured_cells(values)]))
+      terminal.print_line(_join_cells([*cells, *_measured_cells(values)]))
 
   def report_evaluation(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
     """Shows the loss and the accuracy of each task."""
@@ -137,26 +128,22 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       cells = self._loss_cells(values)
       if "accuracy" in values:  # of the next token; a task's own metrics are those of predictions
         cells.append(f"token accuracy {values['accuracy']:.2%}")
-      self.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
+      terminal.print_line("  ".join([f"evaluation at step {step}", task, *cells]))
       self._report_nonfinite(step, task, values)
 
   def report_predictions(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
     """Shows the metrics of each task's predictions."""
     for task, values in values_by_task.items():
       cells = [f"{name} {value:.4g}" for name, value in values.items()]
-      self.print_line("  ".join([f"predictions at step {step}", task, *cells]))
+      terminal.print_line("  ".join([f"predictions at step {step}", task, *cells]))
       self._report_nonfinite(step, task, values)
 
   def _report_nonfinite(self, step: int, task: str, values: Metrics) -> None:
     """Prints which metrics of an evaluation are NaN or infinite. Training continues."""
     if names := nonfinite_metrics(values):
-      self.print_line(
+      terminal.print_line(
         f"note     not finite in the evaluation of {task} at step {step}: {', '.join(names)}"
       )
-
-  def print_line(self, text: str) -> None:
-    """Prints a line on the first process, above the bar if there is one."""
-    terminal.print_line(text, self._stream)
 
   def _show_done_steps(self, ended: threading.Event) -> None:
     """Moves the bar to the last step that the devices have completed, until the display ends."""

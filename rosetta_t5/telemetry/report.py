@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,54 +10,50 @@ import jax
 
 from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
-from rosetta_t5.telemetry.run_files import count_parameters
+from rosetta_t5.telemetry.run_files import count_parameters, log_event
 
 _HEADER_WIDTH = len("computes")
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSetup:
-  """What is known about a training run before it reads data: the first part of its header.
+def describe_setup(
+  partitioner: Any, dataset_cfg: Any, save_cfg: Any, model_dir: str | os.PathLike[str]
+) -> str:
+  """Returns the first lines of a training run's header, before it reads data.
 
-  Attributes:
-    mesh: the devices.
-    mesh_reason: the settings that determine the mesh.
-    task: the task or mixture that the model trains on.
-    batch_size: the examples in a global batch.
-    lengths: the tokens of each feature of the task; None if the task determines them.
+  Args:
+    partitioner: its `mesh`, and the settings that determine it, `mesh_reason`.
+    dataset_cfg: the `DatasetConfig` of the training data.
+    save_cfg: the `SaveCheckpointConfig`; None if no checkpoints are saved.
     model_dir: the folder of all output.
-    save_period: steps between checkpoints; None if none are saved.
   """
-
-  mesh: jax.sharding.Mesh
-  mesh_reason: str | None
-  task: str
-  batch_size: int
-  lengths: Mapping[str, Any] | None
-  model_dir: str | os.PathLike[str]
-  save_period: int | None
-
-  def text(self) -> str:
-    """Returns the lines printed at the start of a run."""
-    count, device = self.mesh.devices.size, self.mesh.devices.flat[0]
-    axes = " ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-    axes += f" ({self.mesh_reason})" if self.mesh_reason else ""
-    lengths = ", ".join(f"{name} {length}" for name, length in (self.lengths or {}).items())
-    saves = f"a checkpoint every {self.save_period} steps" if self.save_period else "no checkpoints"
-    rows = [
-      ("devices", f"{count} {device.device_kind} device{'s' * (count > 1)}, mesh {axes}"),
-      ("data", f"{self.task}, batch {self.batch_size}{': ' * bool(lengths)}{lengths}"),
-      ("writes", f"{os.fspath(self.model_dir)}, {saves}"),
-    ]
-    return _format_rows(rows, width=_HEADER_WIDTH)
+  devices, reason = partitioner.mesh.devices, partitioner.mesh_reason
+  axes = " ".join(f"{name}={size}" for name, size in partitioner.mesh.shape.items())
+  given = dataset_cfg.task_feature_lengths or {}
+  lengths = ", ".join(f"{name} {length}" for name, length in given.items())
+  saves = f"a checkpoint every {save_cfg.period} steps" if save_cfg else "no checkpoints"
+  kind = f"{devices.flat[0].device_kind} device{'s' * (devices.size > 1)}"
+  batch = f"batch {dataset_cfg.batch_size}{': ' * bool(lengths)}{lengths}"
+  rows = [
+    ("devices", f"{devices.size} {kind}, mesh {axes}{f' ({reason})' if reason else ''}"),
+    ("data", f"{dataset_cfg.name}, {batch}"),
+    ("writes", f"{os.fspath(model_dir)}, {saves}"),
+  ]
+  return _format_rows(rows, width=_HEADER_WIDTH)
 
 
-@dataclasses.dataclass(frozen=True)
-class RunDescription:
-  """What a training run is about to do, for the rest of its header and for its log.
+def describe_training(
+  model: Any,
+  params: Any,
+  batch: Mapping[str, Any],
+  steps: tuple[int, int],
+  restored_from: str | None = None,
+  examples: Sequence[str] = (),
+  computation: str | None = None,
+  notes: Sequence[str] = (),
+) -> str:
+  """Returns the lines of the header that are printed before the first step.
 
-  Attributes:
-    setup: the first part of the header.
+  Args:
     model: the model; its `network_config` determines the FLOPs.
     params: the parameters, or their shapes.
     batch: the arrays or shapes of a batch, by feature.
@@ -68,53 +63,45 @@ class RunDescription:
     computation: number formats and kernels, with reasons.
     notes: warnings about the run, one per line.
   """
+  flops = flops_of_model(model, batch)
+  cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  start = f"from {restored_from}" if restored_from else "from scratch"
+  rows = [
+    ("model", f"{type(model).__name__}, {count_parameters(params):,} parameters{cost}"),
+    ("steps", f"{steps[0]} to {steps[1]}, {start}"),
+    *(("examples", text) for text in examples),
+    *([("computes", computation)] if computation else []),
+    *(("note", note) for note in notes),
+  ]
+  return _format_rows(rows, width=_HEADER_WIDTH)
 
-  setup: RunSetup
-  model: Any
-  params: Any
-  batch: Mapping[str, Any]
-  steps: tuple[int, int]
-  restored_from: str | None = None
-  examples: Sequence[str] = ()
-  computation: str | None = None
-  notes: Sequence[str] = ()
 
-  def text(self) -> str:
-    """Returns the lines printed before the first step."""
-    flops = flops_of_model(self.model, self.batch)
-    cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
-    start = f"from {self.restored_from}" if self.restored_from else "from scratch"
-    parameters = count_parameters(self.params)
-    rows = [
-      ("model", f"{type(self.model).__name__}, {parameters:,} parameters{cost}"),
-      ("steps", f"{self.steps[0]} to {self.steps[1]}, {start}"),
-    ]
-    rows += [("examples", text) for text in self.examples]
-    if self.computation:
-      rows.append(("computes", self.computation))
-    return _format_rows(
-      [*rows, *(("note", note) for note in self.notes)],
-      width=_HEADER_WIDTH,
-    )
-
-  def facts(self) -> dict[str, Any]:
-    """Returns what `rosetta-t5 report` needs to know, as numbers and texts."""
-    mesh = self.setup.mesh
-    return {
-      "header": f"{self.setup.text()}\n{self.text()}",
-      "step": self.steps[0],
-      "total_steps": self.steps[1],
-      "device": mesh.devices.flat[0].device_kind,
-      "devices": mesh.devices.size,
-      "processes": jax.process_count(),
-      "mesh": dict(mesh.shape),
-      "mesh_reason": self.setup.mesh_reason,
-      "batch_size": self.setup.batch_size,
-      "lengths": {
-        name: int(leaf.shape[1]) for name, leaf in self.batch.items() if len(leaf.shape) > 1
-      },
-      "computes": self.computation,
-    }
+def log_start(
+  model_dir: str,
+  setup: str,
+  description: str,
+  partitioner: Any,
+  batch: Mapping[str, Any],
+  steps: tuple[int, int],
+  computation: str | None,
+) -> None:
+  """Logs what `rosetta-t5 report` shows about a run that starts; the arguments are those of its header."""
+  mesh = partitioner.mesh
+  sizes = {name: leaf.shape for name, leaf in batch.items()}
+  fields = {
+    "header": f"{setup}\n{description}",
+    "step": steps[0],
+    "total_steps": steps[1],
+    "device": mesh.devices.flat[0].device_kind,
+    "devices": mesh.devices.size,
+    "processes": jax.process_count(),
+    "mesh": dict(mesh.shape),
+    "mesh_reason": partitioner.mesh_reason,
+    "batch_size": int(next(iter(sizes.values()))[0]),
+    "lengths": {name: int(shape[1]) for name, shape in sizes.items() if len(shape) > 1},
+    "computes": computation,
+  }
+  log_event(model_dir, "start", **fields)
 
 
 def run_summary(

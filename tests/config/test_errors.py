@@ -302,7 +302,7 @@ def test_user_errors_are_printed_without_a_traceback(capsys, monkeypatch):
 
 def test_our_error_classes_are_user_errors_too(capsys, monkeypatch):
   monkeypatch.delenv("ROSETTA_T5_DEBUG", raising=False)
-  from rosetta_t5.telemetry.nonfinite import NonFiniteError
+  from rosetta_t5.telemetry.run_metrics import NonFiniteError
 
   with pytest.raises(SystemExit) as ended, exit_on_user_error():
     raise NonFiniteError(3, "params/w")

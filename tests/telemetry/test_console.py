@@ -40,9 +40,22 @@ class Flushed(io.StringIO):
     return self.terminal
 
 
-def test_plain_line_has_step_loss_speed_and_time_left_with_units_and_is_flushed():
-  stream = Flushed()
-  with console.Progress(0, 1000, stream) as progress:
+@pytest.fixture
+def replace_stdout(monkeypatch):
+  """Returns a function that replaces standard output. Pytest replaces it after fixtures were built."""
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "120")
+
+  def replace(stream):
+    monkeypatch.setattr("sys.stdout", stream)
+    return stream
+
+  return replace
+
+
+def test_plain_line_has_step_loss_speed_and_time_left_with_units_and_is_flushed(replace_stdout):
+  stream = replace_stdout(Flushed())
+  with console.Progress(0, 1000) as progress:
     progress.report(100, VALUES)
   # At 11.25 steps a second.
   line = "step 100/1000  loss 3.211 nats/token  88.89 ms/step  eta 1m20s  12.34 seq/s\n"
@@ -50,8 +63,10 @@ def test_plain_line_has_step_loss_speed_and_time_left_with_units_and_is_flushed(
   assert stream.flushes == 1
 
 
-def test_plain_line_shows_as_many_metrics_as_fit_into_120_columns_important_ones_first():
-  stream = Flushed()
+def test_plain_line_shows_as_many_metrics_as_fit_into_120_columns_important_ones_first(
+  replace_stdout,
+):
+  stream = replace_stdout(Flushed())
   measured = {
     "skipped_steps": 2.0,
     "weight_norm": 123.456,
@@ -61,7 +76,7 @@ def test_plain_line_shows_as_many_metrics_as_fit_into_120_columns_important_ones
     "timing/target_tokens_per_second": 1234.5,
     "learning_rate/current": 0.0006,
   }
-  with console.Progress(0, 10, stream) as progress:
+  with console.Progress(0, 10) as progress:
     progress.report(1, measured)
     progress.report(2, {**VALUES, **measured})
   assert stream.getvalue() == (
@@ -72,9 +87,9 @@ def test_plain_line_shows_as_many_metrics_as_fit_into_120_columns_important_ones
   )
 
 
-def test_line_shows_epochs_and_unusable_records():
-  stream = Flushed()
-  progress = console.Progress(0, 10, stream)
+def test_line_shows_epochs_and_unusable_records(replace_stdout):
+  stream = replace_stdout(Flushed())
+  progress = console.Progress(0, 10)
   progress.report(1, {"data/epochs/pile": 1.234})
   progress.report(2, {"data/epochs/pile": 0.5, "data/epochs/mine": 12.0, "data/bad_examples": 3.0})
   assert stream.getvalue() == (
@@ -82,51 +97,51 @@ def test_line_shows_epochs_and_unusable_records():
   )
 
 
-def test_line_omits_metrics_that_were_not_measured():
-  stream = Flushed()
-  progress = console.Progress(0, 10, stream)
+def test_line_omits_metrics_that_were_not_measured(replace_stdout):
+  stream = replace_stdout(Flushed())
+  progress = console.Progress(0, 10)
   progress.report(5, {"accuracy": 0.5})
   progress.report(6, {"loss": 2.0})
   assert stream.getvalue() == "step 5/10\nstep 6/10  loss 2.000\n"
 
 
-def test_line_leaves_out_zeros():
-  stream = Flushed()
+def test_line_leaves_out_zeros(replace_stdout):
+  stream = replace_stdout(Flushed())
   values = {"data/consumed_samples": 8.0, "skipped_steps": 0.0}
-  console.Progress(0, 10, stream).report(1, values)
+  console.Progress(0, 10).report(1, values)
   assert stream.getvalue() == "step 1/10  8 samples\n"
 
 
-def test_small_loss_is_shown_with_three_digits():
-  stream = Flushed()
-  progress = console.Progress(0, 10, stream)
+def test_small_loss_is_shown_with_three_digits(replace_stdout):
+  stream = replace_stdout(Flushed())
+  progress = console.Progress(0, 10)
   for loss in (0.1, 0.001234, 0.0):
     progress.report(1, {"loss": loss})
   assert stream.getvalue() == "step 1/10  loss 0.100\nstep 1/10  loss 0.00123\nstep 1/10  loss 0\n"
 
 
 def test_progress_remembers_first_and_last_loss():
-  progress = console.Progress(0, 10, Flushed())
+  progress = console.Progress(0, 10)
   for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0)):
     progress.report(step, {"loss": loss})
   assert (progress.first_loss, progress.last_loss) == (5.0, 3.0)
 
 
-def test_evaluations_and_messages_have_their_own_lines():
-  stream = Flushed()
-  progress = console.Progress(0, 10, stream)
+def test_evaluations_and_messages_have_their_own_lines(replace_stdout):
+  stream = replace_stdout(Flushed())
+  progress = console.Progress(0, 10)
   progress.report_evaluation(5, {"pile": {"loss": 2.0, "accuracy": 0.25, "z_loss": 1.0}})
-  progress.print_line("[bold] is printed as it is")
+  terminal.print_line("[bold] is printed as it is")
   assert stream.getvalue() == (
     "evaluation at step 5  pile  loss 2.000  token accuracy 25.00%\n[bold] is printed as it is\n"
   )
 
 
-def test_terminal_gets_a_bar_and_lines_that_stay(monkeypatch):
+def test_terminal_gets_a_bar_and_lines_that_stay(monkeypatch, replace_stdout):
+  stream = replace_stdout(Flushed(terminal=True))
   monkeypatch.setenv("TERM", "xterm")
   monkeypatch.setenv("COLUMNS", "120")
-  stream = Flushed(terminal=True)
-  with console.Progress(0, 1000, stream) as progress:
+  with console.Progress(0, 1000) as progress:
     progress.report(100, VALUES)
     progress.report_evaluation(100, {"pile": {"loss": 2.5}})
   text = stream.getvalue()
@@ -139,23 +154,22 @@ def test_terminal_gets_a_bar_and_lines_that_stay(monkeypatch):
 @pytest.mark.parametrize(
   "environment", [{"TERM": "dumb"}, {"TERM": "xterm", "OMPI_COMM_WORLD_RANK": "0"}]
 )
-def test_dumb_terminals_and_those_of_open_mpi_get_lines(environment, monkeypatch):
+def test_dumb_terminals_and_those_of_open_mpi_get_lines(environment, monkeypatch, replace_stdout):
+  stream = replace_stdout(Flushed(terminal=True))
   for name, value in environment.items():
     monkeypatch.setenv(name, value)
-  stream = Flushed(terminal=True)
-  with console.Progress(0, 10, stream) as progress:
+  with console.Progress(0, 10) as progress:
     progress.report(1, {"loss": 1.0})
   assert stream.getvalue() == "step 1/10  loss 1.000\n"
 
 
-def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch):
+def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch, replace_stdout):
+  stream = replace_stdout(Flushed(terminal=True))
   monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   monkeypatch.setattr(jax, "process_index", lambda: 1)
-  stream = Flushed(terminal=True)
-  with console.Progress(0, 10, stream) as progress:
+  with console.Progress(0, 10) as progress:
     progress.report(1, {"loss": 1.0})
-    progress.print_line("x")
-  terminal.print_line("y", stream)
+  terminal.print_line("y")
   assert (stream.getvalue(), progress.last_loss) == ("", 1.0)
 
 
@@ -170,13 +184,13 @@ def test_durations_are_formatted_in_their_two_largest_units(seconds, text):
   assert console.format_duration(seconds) == text
 
 
-def test_normalized_loss_is_not_divided_by_tokens():
+def test_normalized_loss_is_not_divided_by_tokens(replace_stdout):
+  stream = replace_stdout(Flushed())
   values = {"loss": 2.5, "loss_per_nonpadding_target_token": 0.001}
   assert console.loss_to_show(values) == 0.001
-  stream = io.StringIO()
-  console.Progress(0, 10, stream, loss_per_token="").report(5, values)
+  console.Progress(0, 10, loss_per_token="").report(5, values)
   assert "loss 2.500\n" in stream.getvalue()
-  console.Progress(0, 10, stream, loss_per_token="loss").report(5, values)
+  console.Progress(0, 10, loss_per_token="loss").report(5, values)
   assert "loss 2.500 nats/token" in stream.getvalue()
 
 
@@ -192,18 +206,20 @@ def screen(monkeypatch):
   os.close(master)
 
 
-def test_bar_moves_without_a_report_when_a_step_has_been_computed(screen):
+def test_bar_moves_without_a_report_when_a_step_has_been_computed(screen, replace_stdout):
   stream, written = screen
-  with console.Progress(0, 1000, stream) as progress:
+  replace_stdout(stream)
+  with console.Progress(0, 1000) as progress:
     progress.follow(7, {"loss": AveragePerStep(total=jnp.float32(2.5), steps=None)})
     time.sleep(1.0)
     text = written()
   assert re.search(r"step 7/1000 .*━.* loss 2.500", text)
 
 
-def test_bar_stays_where_it_is_while_a_step_is_being_computed(screen):
+def test_bar_stays_where_it_is_while_a_step_is_being_computed(screen, replace_stdout):
   stream, written = screen
-  with console.Progress(0, 1000, stream) as progress:
+  replace_stdout(stream)
+  with console.Progress(0, 1000) as progress:
     x = jnp.full((500, 500), 0.1)
     loss = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ x), x).sum())(x)
     progress.follow(7, {"loss": AveragePerStep(total=loss, steps=None)})

@@ -10,8 +10,13 @@ import types
 import jax.numpy as jnp
 import pytest
 
-from rosetta_t5.telemetry.nonfinite import NonFiniteError, first_bad_name, raise_if_nonfinite
-from rosetta_t5.telemetry.run_metrics import SKIPPED_STEPS, WEIGHT_NORM
+from rosetta_t5.telemetry.run_metrics import (
+  SKIPPED_STEPS,
+  WEIGHT_NORM,
+  NonFiniteError,
+  first_bad_name,
+  raise_if_nonfinite,
+)
 
 
 def test_error_contains_step_tensor_checkpoint_and_advice(tmp_path):

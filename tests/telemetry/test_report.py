@@ -34,32 +34,20 @@ class Model:
   network_config = CONFIG
 
 
-def setup(**overrides):
-  arguments = {
-    "mesh": default_mesh(2),
-    "mesh_reason": None,
-    "task": "pile",
-    "batch_size": 16,
-    "lengths": {"inputs": 64, "targets": 32},
-    "model_dir": "/runs/a",
-    "save_period": 10,
-  }
-  return report.RunSetup(**arguments | overrides)
+def setup(partitioner=None, lengths=None, save_cfg=None):
+  partitioner = partitioner or types.SimpleNamespace(mesh=default_mesh(2), mesh_reason=None)
+  cfg = types.SimpleNamespace(name="pile", batch_size=16, task_feature_lengths=lengths)
+  return report.describe_setup(partitioner, cfg, save_cfg, "/runs/a").splitlines()
 
 
 def description(**overrides):
-  arguments = {
-    "setup": setup(),
-    "model": Model(),
-    "params": PARAMS,
-    "batch": BATCH,
-    "steps": (0, 20),
-  }
-  return report.RunDescription(**arguments | overrides).text().splitlines()
+  arguments = {"model": Model(), "params": PARAMS, "batch": BATCH, "steps": (0, 20)}
+  return report.describe_training(**arguments | overrides).splitlines()
 
 
 def test_setup_shows_devices_data_and_output():
-  assert setup().text().splitlines() == [
+  save_cfg = types.SimpleNamespace(period=10)
+  assert setup(lengths={"inputs": 64, "targets": 32}, save_cfg=save_cfg) == [
     "devices   8 cpu devices, mesh data=4 model=2",
     "data      pile, batch 16: inputs 64, targets 32",
     "writes    /runs/a, a checkpoint every 10 steps",
@@ -67,8 +55,7 @@ def test_setup_shows_devices_data_and_output():
 
 
 def test_setup_omits_lengths_and_checkpoints_that_there_are_not():
-  lines = setup(lengths=None, save_period=None).text().splitlines()
-  assert lines[1:] == ["data      pile, batch 16", "writes    /runs/a, no checkpoints"]
+  assert setup()[1:] == ["data      pile, batch 16", "writes    /runs/a, no checkpoints"]
 
 
 def test_description_shows_model_and_steps():
@@ -98,8 +85,7 @@ def test_description_shows_model_and_steps():
 )
 def test_setup_shows_the_mesh_and_the_setting_that_determines_it(settings, line):
   partitioner = PjitPartitioner(**settings)
-  text = setup(mesh=partitioner.mesh, mesh_reason=partitioner.mesh_reason).text()
-  assert text.splitlines()[0] == f"devices   8 cpu devices, {line}"
+  assert setup(partitioner)[0] == f"devices   8 cpu devices, {line}"
 
 
 def test_description_shows_the_restored_checkpoint_and_notes():

@@ -12,8 +12,13 @@ import pytest
 
 from rosetta_t5.networks.t5 import T5Config
 from rosetta_t5.telemetry.flops import training_flops_of
-from rosetta_t5.telemetry.nonfinite import NonFiniteError, raise_if_nonfinite
-from rosetta_t5.telemetry.run_metrics import RunMetrics, global_norm, skipped_steps
+from rosetta_t5.telemetry.run_metrics import (
+  NonFiniteError,
+  RunMetrics,
+  global_norm,
+  raise_if_nonfinite,
+  skipped_steps,
+)
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import chain, sgd
 

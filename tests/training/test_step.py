@@ -12,7 +12,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.telemetry.metrics import set_time_metrics_duration
-from rosetta_t5.telemetry.nonfinite import first_bad_name
+from rosetta_t5.telemetry.run_metrics import first_bad_name
 from rosetta_t5.training.optimizers.optax_wrapper import adamw
 from rosetta_t5.training.step import (
   FirstNonFinite,
