@@ -83,161 +83,170 @@ def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   Raises:
     ValueError: the folder has no tokenizer, or is not one that `read_arrays` reads.
   """
-  file = path / hugging_face.CONFIG
-  config = hugging_face.read_config(file)
-  arrays = to_plain_tree(hugging_face.read_arrays(path))
-  network = hugging_face.network_settings(file, config, arrays)
-  is_gpt = hugging_face.is_gpt(config)
-  notes: list[str] = []
-  settings = _read(path / "tokenizer_config.json")
-  generation = _read(path / "generation_config.json")
-  vocabulary = _vocabulary(path, config, settings, notes)
-  if vocabulary[0] == "data.tokenizer_vocabulary":  # T5's extra ids are not always used.
-    more = int(tokenizer_vocabulary(**vocabulary[1]).vocab_size) - network["vocab_size"]
-    if more > 0:
-      notes.append(f"the tokenizer has {more} tokens more than the table has rows")
-      network["vocab_size"] += more
-  decode_fn, decoding = _decoding(generation, vocabulary[1].get("shift", 0), notes)
-  package = "decoder_only" if is_gpt else "scalable_t5" if t5.has_own_biases(arrays) else "t5"
-  base, config_class, model_class = _BASES[package]
-  lengths = _lengths(config, settings, generation)
-  if is_gpt:
-    lengths = {"targets": network["max_length"]}
-  if is_gpt and decode_fn == "temperature_sample" and generation.get("max_new_tokens"):
-    # A row of a decoder contains the prompt too.
-    decoding["max_decode_steps"] = min(generation["max_new_tokens"], lengths["targets"] // 2)
-  rate = config.get("dropout_rate", config.get("resid_pdrop", config.get("resid_dropout", 0.1)))
-  network |= {"dtype": "float32", "dropout_rate": rate}
-  if not is_gpt and generation.get("decoder_start_token_id") is not None:
-    network["decoder_start_token_id"] = generation["decoder_start_token_id"]
-  if "repetition_penalty" in decoding and (is_gpt or network["decoder_start_token_id"]):
-    notes.append("repetition_penalty does not count the start token, unlike in Transformers")
-  beams = generation.get("num_beams") or 1
-  bindings = {
-    "VOCABULARY": f"@{vocabulary[0]}()",
-    **{f"{vocabulary[0]}.{name}": repr(value) for name, value in vocabulary[1].items()},
-    **{f"network.{config_class}.{name}": repr(value) for name, value in network.items()},
-    f"models.{model_class}.decode_fn": f"@decoding.{decode_fn}",
-    **{f"decoding.{decode_fn}.{name}": repr(value) for name, value in decoding.items()},
-    f"models.{model_class}.predict_batch_with_aux.num_decodes": repr(beams),
-    "utils.DatasetConfig.task_feature_lengths": repr(lengths),
-    "DROPOUT_RATE": repr(rate),
-  }
-  lines = "\n".join(f"{name} = {value}" for name, value in bindings.items())
-  recipe = _RECIPE.format(package=package)
-  return f"# {path}\ninclude '{base}'\n{recipe}\n{lines}\n", notes
+  folder = _Folder(path)
+  return folder.recipe(), folder.notes
+
+
+class _Folder:
+  """The settings of a Hugging Face folder, and how a gin file expresses them.
+
+  Attributes:
+    notes: sentences on what the gin file does not follow.
+  """
+
+  def __init__(self, path: pathlib.Path):
+    file = path / hugging_face.CONFIG
+    self.path = path
+    self.config = hugging_face.read_config(file)
+    self.tokenizer_config = _read(path / "tokenizer_config.json")
+    self.generation = _read(path / "generation_config.json")
+    self.is_gpt = hugging_face.is_gpt(self.config)
+    self.is_shifted = hugging_face.has_shifted_ids(self.config)
+    self.notes: list[str] = []
+    arrays = to_plain_tree(hugging_face.read_arrays(path))
+    self.network = hugging_face.network_settings(file, self.config, arrays)
+    is_scalable = t5.has_own_biases(arrays)
+    self.package = "decoder_only" if self.is_gpt else "scalable_t5" if is_scalable else "t5"
+
+  def recipe(self) -> str:
+    """Returns the gin file."""
+    vocabulary, arguments = self._vocabulary()
+    decode_fn, decoding = self._decoding()
+    network, lengths = self._network(vocabulary, arguments), self._lengths()
+    if self.is_gpt and decode_fn == "temperature_sample" and self.generation.get("max_new_tokens"):
+      # A row of a decoder contains the prompt too.
+      half = lengths["targets"] // 2
+      decoding["max_decode_steps"] = min(self.generation["max_new_tokens"], half)
+    if "repetition_penalty" in decoding and network.get("decoder_start_token_id", 1):
+      self.notes.append("repetition_penalty does not count the start token, unlike in Transformers")
+    base, config_class, model_class = _BASES[self.package]
+    values = {
+      **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
+      **{f"network.{config_class}.{name}": value for name, value in network.items()},
+      **{f"decoding.{decode_fn}.{name}": value for name, value in decoding.items()},
+      f"models.{model_class}.predict_batch_with_aux.num_decodes": self._beams(),
+      "utils.DatasetConfig.task_feature_lengths": lengths,
+      "DROPOUT_RATE": network["dropout_rate"],
+    }
+    lines = [
+      *(f"# {self.path}", f"include '{base}'", _RECIPE.format(package=self.package)),
+      *(f"VOCABULARY = @{vocabulary}()", f"models.{model_class}.decode_fn = @decoding.{decode_fn}"),
+      *(f"{name} = {value!r}" for name, value in values.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+  def _network(self, vocabulary: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of the network's config."""
+    rates = ("dropout_rate", "resid_pdrop", "resid_dropout")
+    rate = next((self.config[name] for name in rates if name in self.config), 0.1)
+    network = self.network | {"dtype": "float32", "dropout_rate": rate}
+    if vocabulary == "data.tokenizer_vocabulary":  # T5's extra ids are not always used.
+      more = int(tokenizer_vocabulary(**arguments).vocab_size) - network["vocab_size"]
+      if more > 0:
+        self.notes.append(f"the tokenizer has {more} tokens more than the table has rows")
+        network["vocab_size"] += more
+    start = self.generation.get("decoder_start_token_id")
+    return network if self.is_gpt or start is None else network | {"decoder_start_token_id": start}
+
+  def _vocabulary(self) -> tuple[str, dict[str, Any]]:
+    """Returns the function that makes the folder's vocabulary, and its arguments.
+
+    A SentencePiece model is preferred, because it works in tasks and exports too. It is not used if tokens
+    were added to it, or if texts end with another token.
+    """
+    path, end = self.path, self.config.get("eos_token_id")
+    if self.tokenizer_config.get("tokenizer_class") == "ByT5Tokenizer":
+      return "seqio.ByteVocabulary", {"extra_ids": self.tokenizer_config.get("extra_ids", 125)}
+    model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
+    tokenizer = path / "tokenizer.json"
+    if model is not None and not self.is_shifted:
+      pieces, added = load_sentencepiece(model), self._added_tokens()
+      new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
+      sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
+      # No text has <s> or <pad>, which `reserve_padding` may have replaced.
+      others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
+      if end not in (None, pieces.eos_id(), [pieces.eos_id()]):
+        others.add(f"the end token {end}")
+      if others and not tokenizer.exists():
+        names = ", ".join(sorted(others))
+        self.notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
+      if not (others and tokenizer.exists()):
+        extra_ids = 100 if self.config["model_type"] == "t5" and not added else len(sentinels)
+        extra_ids = extra_ids if sentinels else self.tokenizer_config.get("extra_ids", extra_ids)
+        arguments = {"sentencepiece_model_file": str(model), "extra_ids": extra_ids}
+        return "seqio.SentencePieceVocabulary", arguments
+    if tokenizer.exists():
+      arguments = {"eos_token": self._eos_token(), "shift": int(self.is_shifted)}
+      return "data.tokenizer_vocabulary", {"file": str(tokenizer), **arguments}
+    if (path / "vocab.json").exists() and (path / "merges.txt").exists():
+      files = {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")}
+      return "data.gpt2_vocabulary", files
+    raise ValueError(
+      f"{path} has no tokenizer: it must contain {', '.join(_SENTENCEPIECE)}, tokenizer.json, or "
+      "vocab.json with merges.txt"
+    )
+
+  def _added_tokens(self) -> list[str]:
+    """Returns the tokens that a folder adds to its SentencePiece model, and special ones of the model."""
+    settings = self.tokenizer_config
+    listed = _read(self.path / "tokenizer.json").get("added_tokens", [])
+    listed = [*listed, *(settings.get("added_tokens_decoder") or {}).values()]
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    names = [*_read(self.path / "added_tokens.json"), *extra]
+    return list(dict.fromkeys([*(token["content"] for token in listed), *map(str, names)]))
+
+  def _eos_token(self) -> str:
+    """Returns the token with which texts end: that of config.json, else that of tokenizer_config.json."""
+    from tokenizers import Tokenizer
+
+    ids = self.config.get("eos_token_id")
+    number = ids[0] if isinstance(ids, list) else ids
+    tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
+    if number is not None and (token := tokenizer.id_to_token(number)):
+      return str(token)
+    token = self.tokenizer_config.get("eos_token") or "</s>"
+    return str(token["content"] if isinstance(token, dict) else token)
+
+  def _beams(self) -> int:
+    return self.generation.get("num_beams") or 1
+
+  def _decoding(self) -> tuple[str, dict[str, Any]]:
+    """Returns the decode function for a generation_config.json and its arguments."""
+    given = {name: value for name, value in self.generation.items() if value is not None}
+    arguments = {
+      n: given[n] for n, default in _CONTROLS.items() if given.get(n, default) != default
+    }
+    words = arguments.pop("bad_words_ids", []) + [[x] for x in given.get("suppress_tokens", [])]
+    if words:
+      arguments["bad_words_ids"] = [[token + self.is_shifted for token in word] for word in words]
+    known = {*_CONTROLS, *_OTHERS}
+    if unknown := [f"{k} = {json.dumps(v)}" for k, v in given.items() if k not in known and v]:
+      self.notes.append(
+        f"these settings of generation_config.json have no effect: {', '.join(unknown)}"
+      )
+    if self._beams() > 1:
+      self.notes.append(
+        "beams are compared with T5X's brevity penalty, where length_penalty is alpha"
+      )
+      return "beam_search", arguments | {"alpha": float(given.get("length_penalty", 1.0))}
+    arguments |= {"rescale_log_probs": False, "temperature": 0.0}
+    if given.get("do_sample"):
+      top_k, top_p = self.generation.get("top_k", 50) or 0, given.get("top_p", 1.0)
+      arguments["temperature"] = float(given.get("temperature", 1.0))
+      arguments |= {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": top_k}
+    return "temperature_sample", arguments
+
+  def _lengths(self) -> dict[str, int]:
+    """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""
+    if self.is_gpt:
+      return {"targets": self.network["max_length"]}
+    inputs = self.tokenizer_config.get("model_max_length") or self.config.get("n_positions") or 0
+    # max_length counts the start token.
+    targets = self.generation.get("max_new_tokens") or (self.generation.get("max_length") or 1) - 1
+    limit = int(inputs) if 0 < inputs < _MAX_LENGTH else _DEFAULT_LENGTHS["inputs"]
+    return {"inputs": limit, "targets": targets or _DEFAULT_LENGTHS["targets"]}
 
 
 def _read(file: pathlib.Path) -> dict[str, Any]:
   """Returns the content of a JSON file; {} if there is none."""
   return read_json_object(file) if file.exists() else {}
-
-
-def _vocabulary(
-  path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[str, Any], notes: list[str]
-) -> tuple[str, dict[str, Any]]:
-  """Returns the function that makes the folder's vocabulary, and its arguments, and adds to the notes.
-
-  A SentencePiece model is preferred, because it works in tasks and exports too. It is not used if tokens
-  were added to it, or if texts end with another token.
-  """
-  if settings.get("tokenizer_class") == "ByT5Tokenizer":
-    return "seqio.ByteVocabulary", {"extra_ids": settings.get("extra_ids", 125)}
-  is_shifted = hugging_face.has_shifted_ids(config)
-  added = _added_tokens(path, settings)
-  model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
-  tokenizer = path / "tokenizer.json"
-  if model is not None and not is_shifted:
-    pieces = load_sentencepiece(model)
-    new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
-    sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
-    # No text has <s> or <pad>, which `reserve_padding` may have replaced.
-    others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
-    has_other_end = config.get("eos_token_id") not in (None, pieces.eos_id(), [pieces.eos_id()])
-    if not tokenizer.exists() or not (others or has_other_end):
-      if others or has_other_end:
-        names = ", ".join(sorted(others)) or f"the end token {config['eos_token_id']}"
-        notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
-      default = 100 if config["model_type"] == "t5" and not added else len(sentinels)
-      return "seqio.SentencePieceVocabulary", {
-        "sentencepiece_model_file": str(model),
-        "extra_ids": settings.get("extra_ids", default) if not sentinels else default,
-      }
-  end = _eos_token(path, config, settings)
-  if tokenizer.exists():
-    return "data.tokenizer_vocabulary", {
-      "file": str(tokenizer),
-      "eos_token": end,
-      "shift": int(is_shifted),
-    }
-  if (path / "vocab.json").exists() and (path / "merges.txt").exists():
-    files = {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")}
-    return "data.gpt2_vocabulary", files
-  raise ValueError(
-    f"{path} has no tokenizer: it must contain {', '.join(_SENTENCEPIECE)}, tokenizer.json, or "
-    "vocab.json with merges.txt"
-  )
-
-
-def _added_tokens(path: pathlib.Path, settings: Mapping[str, Any]) -> list[str]:
-  """Returns the tokens that a folder adds to its SentencePiece model, and special ones of the model."""
-  listed = _read(path / "tokenizer.json").get("added_tokens", [])
-  listed = [*listed, *(settings.get("added_tokens_decoder") or {}).values()]
-  extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-  names = [*_read(path / "added_tokens.json"), *extra]
-  return list(dict.fromkeys([*(token["content"] for token in listed), *map(str, names)]))
-
-
-def _eos_token(path: pathlib.Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-  """Returns the token with which texts end: that of config.json, else that of tokenizer_config.json."""
-  ids = config.get("eos_token_id")
-  number = ids[0] if isinstance(ids, list) else ids
-  if number is not None and (path / "tokenizer.json").exists():
-    from tokenizers import Tokenizer
-
-    if token := Tokenizer.from_file(str(path / "tokenizer.json")).id_to_token(number):
-      return token
-  token = settings.get("eos_token") or "</s>"
-  return token["content"] if isinstance(token, dict) else token
-
-
-def _decoding(
-  generation: Mapping[str, Any], shift: int, notes: list[str]
-) -> tuple[str, dict[str, Any]]:
-  """Returns the decode function for a generation_config.json and its arguments, and adds to the notes."""
-  arguments = {
-    name: generation[name]
-    for name, default in _CONTROLS.items()
-    if generation.get(name) not in (None, default)
-  }
-  words = [
-    *arguments.pop("bad_words_ids", []),
-    *([x] for x in generation.get("suppress_tokens") or []),
-  ]
-  if words:
-    arguments["bad_words_ids"] = [[token + shift for token in word] for word in words]
-  known = {*_CONTROLS, *_OTHERS}
-  if unknown := [f"{k} = {json.dumps(v)}" for k, v in generation.items() if k not in known and v]:
-    notes.append(f"these settings of generation_config.json have no effect: {', '.join(unknown)}")
-  if (generation.get("num_beams") or 1) > 1:
-    penalty = generation.get("length_penalty")
-    arguments["alpha"] = 1.0 if penalty is None else float(penalty)
-    notes.append("beams are compared with T5X's brevity penalty, where length_penalty is alpha")
-    return "beam_search", arguments
-  arguments |= {"rescale_log_probs": False, "temperature": 0.0}
-  if generation.get("do_sample"):
-    top_p = generation.get("top_p") or 1.0
-    chosen = {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": generation.get("top_k", 50) or 0}
-    arguments |= {"temperature": float(generation.get("temperature") or 1.0), **chosen}
-  return "temperature_sample", arguments
-
-
-def _lengths(
-  config: Mapping[str, Any], settings: Mapping[str, Any], generation: Mapping[str, Any]
-) -> dict[str, int]:
-  """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""
-  inputs = settings.get("model_max_length") or config.get("n_positions") or 0
-  # max_length counts the start token.
-  targets = generation.get("max_new_tokens") or (generation.get("max_length") or 1) - 1
-  limit = _DEFAULT_LENGTHS["inputs"] if not 0 < inputs < _MAX_LENGTH else int(inputs)
-  return {"inputs": limit, "targets": targets or _DEFAULT_LENGTHS["targets"]}

@@ -8,10 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 import os
 import re
-import reprlib
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -29,13 +27,10 @@ FAMILIES = (*t5.FAMILIES, *gpt.FAMILIES)
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
-_LAYER = re.compile(r"layers_\d+")
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-_BOOLEANS = ("tie_word_embeddings", "scale_decoder_outputs", gpt.PADDING_IS_TOKEN_0)
 # Entries that may be null, which stands for a size that is derived from others.
 _NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 _log = logging.getLogger(__name__)
 
 
@@ -105,18 +100,13 @@ def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
   config = read_json_object(file)
   family = config.get("model_type")
   if family not in list(FAMILIES):  # A list also accepts values that cannot be hashed.
-    raise ValueError(
-      f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {reprlib.repr(family)}"
-    )
+    raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
   for key, value in _family(config).FIXED.items():
     if config.get(key, value) != value:
       raise ValueError(
-        f"{file}: {key} must be {value}, got {reprlib.repr(config[key])}, which this project's "
-        f"{family} does not support"
+        f"{file}: {key} must be {value}, got {config[key]!r}, which this project's {family} does not "
+        "support"
       )
-  for entry in _BOOLEANS:
-    if not isinstance(config.get(entry), bool | None):
-      raise ValueError(f"{file}: {entry} must be true or false, got {reprlib.repr(config[entry])}")
   return config
 
 
@@ -156,42 +146,22 @@ def network_settings(
     arrays: the model's arrays in the plain tree, by our names.
 
   Raises:
-    ValueError: the shapes of the arrays contradict each other or the sizes in config.json, or it has
-      entries of a wrong kind.
+    ValueError: the shapes of the arrays contradict the sizes in config.json, or it has settings that
+      our networks do not.
   """
-  for name, array in arrays.items():
-    first = arrays.get(_LAYER.sub("layers_0", name), array)
-    if array.shape != first.shape:
-      raise ValueError(
-        f"{name} must have the shape {first.shape} that it has in layer 0, got {array.shape}"
-      )
+  family, sizes = _family(config), _family(config).sizes(arrays)
+  sizes["vocab_size"] -= has_shifted_ids(config)
+  entries = gpt.SIZES[config["model_type"]] if is_gpt(config) else t5.SIZES
+  for entry, field in (entries | {"vocab_size": "vocab_size"}).items():
+    size = sizes.get(field)
+    value = config.get(entry, size)
+    if size and value != size and not (value is None and entry in _NULLABLE):
+      raise ValueError(f"{file}: {entry} must be {size}, as in the weights, got {value!r}")
   try:
-    _check_entries(config, _family(config).sizes(arrays))
-    settings: dict[str, Any] = _family(config).network_settings(config, arrays)
+    settings: dict[str, Any] = family.network_settings(config, arrays)
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from None
   return settings
-
-
-def _check_entries(config: Mapping[str, Any], sizes: dict[str, int]) -> None:
-  """Raises ValueError unless a config.json states the sizes of the weights and valid numbers."""
-  names = gpt.SIZES[config["model_type"]] if is_gpt(config) else t5.SIZES
-  sizes["vocab_size"] -= has_shifted_ids(config)
-  for entry, field in (names | {"vocab_size": "vocab_size"}).items():
-    size = sizes.get(field)
-    value = config.get(entry, size)
-    is_derived = value is None and entry in _NULLABLE
-    if size and not is_derived and not (type(value) is int and value == size):
-      raise ValueError(f"{entry} must be {size}, as in the weights, got {reprlib.repr(value)}")
-  for entry in _TOKENS:
-    tokens = config.get(entry)
-    if not all(type(x) is int for x in (tokens if isinstance(tokens, list) else [tokens or 0])):
-      raise ValueError(f"{entry} must be a token's number or null, got {reprlib.repr(tokens)}")
-  epsilon = config.get("layer_norm_epsilon", 1e-6)
-  if type(epsilon) not in (int, float) or not 0 < epsilon < math.inf:
-    raise ValueError(
-      f"layer_norm_epsilon must be a number greater than 0, got {reprlib.repr(epsilon)}"
-    )
 
 
 def make_config_and_weights(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,10 +122,10 @@ def network_settings(
   is_neo = config["model_type"] == "gpt_neo"
   entry = "num_heads" if is_neo else "n_head"
   found, heads = sizes(arrays), config.get(entry)
-  if type(heads) is not int or heads < 1 or found["emb_dim"] % heads:
+  if not heads or found["emb_dim"] % heads:
     raise ValueError(
       f"{entry} must be a number of heads that divides {found['emb_dim']}, the model's width, got "
-      f"{reprlib.repr(heads)}"
+      f"{heads}"
     )
   activation = str(config.get("activation_function", "gelu_new"))
   return {
@@ -155,16 +154,13 @@ def _layer_kinds(layers: int) -> list[str]:
 def _local_attention_window(config: Mapping[str, Any]) -> int | None:
   """Returns the window of GPT-Neo's local layers, in positions; None if there are no such layers."""
   layers, types = config.get("num_layers", 0), config.get("attention_types", [])
-  try:
-    kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
-  except (TypeError, ValueError):
-    kinds = ["unknown"]
+  kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
   if kinds in ([], ["global"] * layers):
     return None
   if kinds != _layer_kinds(layers):
     raise ValueError(
       f"attention_types must alternate between 'global' and 'local', beginning with 'global', for "
-      f"{layers} layers, got {reprlib.repr(types)}"
+      f"{layers} layers, got {types}"
     )
   window: int = config.get("window_size", 256)
   return window

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import reprlib
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -70,16 +69,14 @@ def read(folder: epath.Path) -> dict[str, StoredArray]:
 
 def _read_weight_map(index: epath.Path) -> dict[str, str]:
   """Returns {name of a weight: name of its file} of an index."""
-  weight_map = read_json_object(index).get("weight_map")
-  if not isinstance(weight_map, dict) or not weight_map:
-    raise ValueError(f"{index}: weight_map must be an object that names the file of each weight")
-  for name, file in weight_map.items():
-    if not isinstance(file, str) or not _SHARD.fullmatch(file):
-      raise ValueError(
-        f"{index}: weight_map must name files of the same folder, such as "
-        f"model-00001-of-00002.safetensors, got {reprlib.repr(file)} for {reprlib.repr(name)}"
-      )
-  return weight_map
+  weight_map: Any = read_json_object(index).get("weight_map")
+  files = list(weight_map.values()) if isinstance(weight_map, dict) else [weight_map]
+  if wrong := [file for file in files if not _SHARD.fullmatch(str(file))]:
+    raise ValueError(
+      f"{index}: weight_map must name files of the same folder, such as "
+      f"model-00001-of-00002.safetensors, got {wrong[0]!r}"
+    )
+  return dict(weight_map)
 
 
 def _read_file(file: epath.Path) -> dict[str, StoredArray]:
