@@ -36,39 +36,7 @@ _OTHERS = (
   *("transformers_version", "_from_model_config"),
   *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
 )
-_RECIPE = """
-from __gin__ import dynamic_registration
-
-import __main__ as train_script
-import seqio
-from rosetta_t5 import data
-from t5x import decoding
-from t5x import models
-from t5x import partitioning
-from t5x import trainer
-from t5x import utils
-from t5x.examples.{package} import network
-
-train_script.train:
-  model = %MODEL
-  partitioner = @partitioning.PjitPartitioner()
-  train_dataset_cfg = @utils.DatasetConfig()
-  trainer_cls = @trainer.Trainer
-  eval_steps = 20
-partitioning.PjitPartitioner.num_partitions = 1
-trainer.Trainer:
-  num_microbatches = None
-  learning_rate_fn = @utils.create_learning_rate_scheduler()
-utils.create_learning_rate_scheduler:
-  factors = 'constant'
-  base_learning_rate = 0.001
-utils.DatasetConfig:
-  mixture_or_task_name = ''  # a folder has no task
-  split = 'validation'
-  batch_size = 8
-  shuffle = False
-  seed = 0
-"""
+_COMMON = pathlib.Path(__file__).with_name("hugging_face_recipe.gin")
 # {network package: the recipe that a folder's recipe includes, and the classes of its config and its model}
 _BASES = {
   "decoder_only": ("gin/models/gpt/gpt2.gin", "TransformerConfig", "DecoderOnlyModel"),
@@ -129,7 +97,8 @@ class _Folder:
       "DROPOUT_RATE": network["dropout_rate"],
     }
     lines = [
-      *(f"# {self.path}", f"include '{base}'", _RECIPE.format(package=self.package)),
+      *(f"# {self.path}", f"include '{base}'", _COMMON.read_text()),
+      f"from t5x.examples.{self.package} import network",
       *(f"VOCABULARY = @{vocabulary}()", f"models.{model_class}.decode_fn = @decoding.{decode_fn}"),
       *(f"{name} = {value!r}" for name, value in values.items()),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +14,6 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 
 FILE = "README.md"
-
-
 # {how the name of a class of Transformers ends: (the task of its pipeline, what it is)}
 _KINDS = {
   "ForConditionalGeneration": ("text2text-generation", "an encoder-decoder model"),
@@ -31,46 +30,7 @@ _SIZES = (
 )
 _LICENSE_COMMENT = "# license: set its identifier, such as apache-2.0, before you publish the model"
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a path on somebody's machine has more slashes
-_CARD = """\
----
-{metadata}
----
-
-# {name}
-
-This is {description} ({model_type}). rosetta-t5 converted it from the checkpoint `{source}`{steps}.
-
-## Sizes
-
-| | |
-| --- | --- |
-{sizes}
-
-## Vocabulary
-
-{vocabulary}
-
-## Training
-
-{training}
-
-## Use
-
-```python
-from transformers import AutoTokenizer, {architecture}
-
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = {architecture}.from_pretrained("{name}")
-inputs = tokenizer("Write your text here.", return_tensors="pt")
-{use}
-```
-
-## Verification
-
-The converted model was compared with the checkpoint:
-
-- {verified}
-"""
+_TEMPLATE = pathlib.Path(__file__).with_name("model_card.md")
 
 
 def write(
@@ -96,7 +56,7 @@ def write(
   step = int(arrays["state/step"].get()) if "state/step" in arrays else 0
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   sizes = {"parameters": f"{params:,}"} | {key: config[key] for key in _SIZES if key in config}
-  text = _CARD.format(
+  text = _TEMPLATE.read_text().format(
     metadata=_metadata(source, source_config, pipeline, config["model_type"]),
     name=name,
     description=description,
