@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
-from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
@@ -65,8 +64,8 @@ def complete_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str,
 
 
 def _write_t5_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-  model = read_model((root / SENTENCEPIECE).read_bytes())
-  if _is_t5s_model(model):
+  model = _proto.ModelProto.FromString((root / SENTENCEPIECE).read_bytes())
+  if _suits_t5_tokenizer(model):
     return {}
   pieces = len(model.pieces)
   has_sentinels = (
@@ -79,7 +78,7 @@ def _write_sentencepiece(
   root: epath.Path, starts_texts: bool = False, sentinels: int = 0
 ) -> dict[str, Any]:
   try:
-    model = read_model((root / SENTENCEPIECE).read_bytes())
+    model = _proto.ModelProto.FromString((root / SENTENCEPIECE).read_bytes())
     end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
     around = {"start": _PADDING} if starts_texts else {"end": end}
     tokenizer = make_tokenizer(model, **around, sentinels=sentinels)
@@ -131,28 +130,13 @@ def _write_json(file: epath.Path, content: Mapping[str, Any]) -> None:
   file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def read_model(model: bytes) -> Model:
-  """Returns a serialized SentencePiece model as a `sentencepiece_model_pb2.ModelProto`.
-
-  Raises:
-    ValueError: it is not a SentencePiece model, or has no pieces.
-  """
-  try:
-    proto = _proto.ModelProto.FromString(model)
-  except DecodeError as error:
-    raise ValueError(f"not a SentencePiece model: {error}") from error
-  if not proto.pieces:
-    raise ValueError("not a SentencePiece model: it has no pieces")
-  return proto
-
-
 def make_tokenizer(
   model: Model, start: int | None = None, end: int | None = None, sentinels: int = 0
 ) -> Tokenizer:
   """Returns a tokenizer that encodes and decodes as SentencePiece does.
 
   Args:
-    model: the result of `read_model`.
+    model: a `sentencepiece_model_pb2.ModelProto`.
     start: the token that is put before every text, if any.
     end: the token that is put after every text, if any.
     sentinels: the number of tokens <extra_id_0>, <extra_id_1>, … to add, the last ids in descending order.
@@ -182,7 +166,7 @@ def make_tokenizer(
   return tokenizer
 
 
-def _is_t5s_model(model: Model) -> bool:
+def _suits_t5_tokenizer(model: Model) -> bool:
   """Returns whether Transformers' T5Tokenizer, which knows only models like T5's, reads a model correctly."""
   trainer, normalizer = model.trainer_spec, model.normalizer_spec
   return (
@@ -209,7 +193,6 @@ def _check_is_supported(model: Model) -> None:
     (_Piece.UNUSED in types, "pieces of type UNUSED are not supported"),
     (first_part % 4 or first_part > max(len(charsmap) - 4, 0), "precompiled_charsmap is damaged"),
     (not 0 <= trainer.unk_id < len(model.pieces), f"unk_id {trainer.unk_id} is not a piece"),
-    (trainer.eos_id >= len(model.pieces), f"eos_id {trainer.eos_id} is not a piece"),
   ):
     if is_wrong:
       raise ValueError(
