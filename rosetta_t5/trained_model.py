@@ -15,13 +15,12 @@ from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
-from rosetta_t5.config.language.allow_list import STRICT, AllowList
+from rosetta_t5.config.language.allow_list import limited_to_list
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, ModelFile, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
-from rosetta_t5.data.dataset_config import imports_limited_to
 from rosetta_t5.parallel import BasePartitioner
 
 _ADVICE = (
@@ -52,29 +51,29 @@ class OpenedModel:
 def open_model_dir(
   model_dir: str | os.PathLike[str],
   flags: Sequence[str] = (),
-  allowed: AllowList | None = STRICT,
+  trust: bool = False,
 ) -> OpenedModel:
   """Returns a model with its parameters; for the arguments and errors, see `read_run`."""
-  return open_checkpoint(*read_run(model_dir, flags, allowed, ("model", "partitioner")))
+  return open_checkpoint(*read_run(model_dir, flags, trust, ("model", "partitioner")))
 
 
 def read_run(
   model_dir: str | os.PathLike[str],
   flags: Sequence[str] = (),
-  allowed: AllowList | None = STRICT,
+  trust: bool = False,
   used: Collection[str] | None = None,
 ) -> tuple[Mapping[str, Any], checkpoints.RestoreCheckpointConfig]:
   """Returns the arguments of `train` for a model, and its checkpoint.
 
   Those of a training run are read from model.json, which runs no code. config.gin is read instead if there is
   none, if it says that the run has functions or classes that it cannot describe, if flags change the run,
-  or if `allowed` permits more than `STRICT`. For a Hugging Face folder, they are made from its files.
+  or if the user trusts the folder. For a Hugging Face folder, they are made from its files.
 
   Args:
     model_dir: a run's MODEL_DIR, whose last checkpoint is used, one of its checkpoints, a Hugging Face
       folder, or the name of a model on its hub, such as google/flan-t5-small.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
-    allowed: what config.gin may use; None if the user trusts the folder.
+    trust: whether config.gin may use all code that it names; otherwise only the listed code.
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
 
   Raises:
@@ -94,31 +93,32 @@ def read_run(
   if checkpoints.is_hugging_face(path):
     restore_cfg = dataclasses.replace(restore_cfg, resize_vocabulary=True)  # for added tokens
     with tempfile.TemporaryDirectory() as scratch:
-      return _read_gin(_write_recipe(path, scratch), flags, allowed, used), restore_cfg
+      return _read_gin(_write_recipe(path, scratch), flags, trust, used), restore_cfg
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   if config_file.parent == path:
     restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
-  run = _read_model_file(config_file.with_name(NAME), allowed)
+  run = _read_model_file(config_file.with_name(NAME))
   command = parse_command_line(["rosetta-t5", *flags])
-  needs_gin = command.gin_file or command.gin_bindings or allowed is None or allowed.modules
+  needs_gin = command.gin_file or command.gin_bindings or trust
   if run is not None and run.is_complete and not needs_gin:
     join_run(command)
     run.import_modules()
     return run, restore_cfg
-  arguments = _read_gin(config_file, flags, allowed, used)
+  if run is not None and trust:
+    check_modules(run.surroundings)
+  arguments = _read_gin(config_file, flags, trust, used)
   if run is not None and not any("vocab" in flag.lower() for flag in flags):
     arguments["model"] = run.with_copied_vocabularies(arguments["model"])
   return arguments, restore_cfg
 
 
-def _read_model_file(file: pathlib.Path, allowed: AllowList | None) -> ModelFile | None:
+def _read_model_file(file: pathlib.Path) -> ModelFile | None:
   """Returns what a run's model.json describes, and lets tasks read its data; None without the file."""
   if not file.is_file():
     return None
   run = read_model_file(file)
   use_data_folders(run.surroundings)
-  check_modules(allowed.modules if allowed else (), run.surroundings)
   return run
 
 
@@ -135,17 +135,17 @@ def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:
 def _read_gin(
   file: pathlib.Path,
   flags: Sequence[str],
-  allowed: AllowList | None,
+  trust: bool,
   used: Collection[str] | None,
 ) -> dict[str, Any]:
   """Returns the arguments of `train` in a gin file: all if it is trusted, else those in ARGUMENTS."""
-  with temporary_run_function(train), imports_limited_to(allowed.importable if allowed else None):
+  with temporary_run_function(train), limited_to_list(not trust):
     argv = ["rosetta-t5", f"--gin_file={file}", *flags]
-    recipe = config.run_from_command_line(train, argv, allowed=allowed)
+    recipe = config.run_from_command_line(train, argv)
     if used is not None:
       _check_flags_are_used(parse_command_line(argv).read_program(), used)
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
-  names = recipe if allowed is None else [name for name in ARGUMENTS if name in recipe]
+  names = recipe if trust else [name for name in ARGUMENTS if name in recipe]
   return {**{name: recipe[name] for name in names}, "task_feature_lengths": lengths}
 
 

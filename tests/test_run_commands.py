@@ -71,7 +71,7 @@ def empty_gin(monkeypatch):
 
 
 def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys):
-  assert cli.main(["eval", "--model_dir", str(model_dir), "--module=tiny_tasks"]) == 0
+  assert cli.main(["eval", "--model_dir", str(model_dir), "--trust"]) == 0
   shown = capsys.readouterr().out
   assert "judged_pairs  step  examples  likelihood\n" in shown
   folder = model_dir / "eval/validation/inference_eval"
@@ -84,7 +84,7 @@ def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoi
   model_dir, tmp_path, capsys
 ):
   options = ["--task", "unjudged_pairs", "--split", "test", "--output_dir", str(tmp_path / "out")]
-  options += ["--module", "tiny_tasks"]
+  options += ["--trust"]
   assert cli.main(["eval", "--model_dir", str(model_dir / "checkpoint_3"), *options]) == 0
   shown = capsys.readouterr().out
   assert "1 batches of the split 'test'" in shown
@@ -100,7 +100,7 @@ def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
   (tmp_path / "new/rows.csv").write_text(
     "a,b\n" + "".join(f"question {n},{n}\n" for n in range(21))
   )
-  options = ["--model_dir", str(model_dir), "--module=tiny_tasks", "--file", "new/rows.csv"]
+  options = ["--model_dir", str(model_dir), "--trust", "--file", "new/rows.csv"]
   assert cli.main(["eval", *options, "--inputs", "{a}?", "--targets", "b"]) == 0
   shown = capsys.readouterr().out
   assert "new_rows.csv  step  examples  accuracy\n" in shown
@@ -125,7 +125,7 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
 
 
 def test_infer_has_a_mode_and_decoding_options_for_the_runs_task(model_dir, tmp_path, capsys):
-  options = ["--split=test", "--module=tiny_tasks", "--output_dir", str(tmp_path)]
+  options = ["--split=test", "--trust", "--output_dir", str(tmp_path)]
 
   def rows_of(mode, *more):
     call = ["infer", "--model_dir", str(model_dir), *options, "--mode", mode, *more]
@@ -185,7 +185,7 @@ def test_options_that_cannot_be_used_are_refused(model_dir, arguments, status, m
 
 def test_export_opens_a_run_and_writes_a_model_for_texts(model_dir, tmp_path, capsys):
   folder = tmp_path / "exported"
-  arguments = ["--model_dir", str(model_dir), "--module=tiny_tasks", "--output_length", "4"]
+  arguments = ["--model_dir", str(model_dir), "--trust", "--output_length", "4"]
   with pytest.raises(SystemExit):
     cli.main(["export", *arguments])
   assert "--model_dir needs --output_dir" in capsys.readouterr().err

@@ -22,7 +22,6 @@ from tiny_tasks import save_checkpoints
 
 from rosetta_t5 import cli
 from rosetta_t5 import trained_model as opened
-from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.gin_internals import registered_configurables
 
 CONFIG = """
@@ -73,7 +72,7 @@ def rows_file(tmp_path):
 def test_opening_a_model_does_not_replace_the_run_function(model_dir):
   main = sys.modules["__main__"]
   before = getattr(main, "train", None)
-  opened.open_model_dir(model_dir, allowed=AllowList(("tiny_tasks",)))
+  opened.open_model_dir(model_dir, trust=True)
   assert getattr(main, "train", None) is before
   assert opened.train not in [known.wrapped for known in registered_configurables()]
 
@@ -120,9 +119,7 @@ def test_a_language_model_continues_half_a_row_without_an_end_token(echo_model, 
 
 
 def infer(model_dir, *arguments):
-  return cli.main(
-    ["infer", "--module=tiny_tasks", "--model_dir", str(model_dir), *map(str, arguments)]
-  )
+  return cli.main(["infer", "--trust", "--model_dir", str(model_dir), *map(str, arguments)])
 
 
 def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file, tmp_path, capfd):
@@ -400,7 +397,7 @@ def test_a_closed_standard_input_is_refused(model_dir, monkeypatch, capfd):
 def test_a_stopped_call_reports_it_and_keeps_its_results(model_dir, tmp_path, output):
   (tmp_path / "rows.txt").write_text("".join(f"text {n}\n" for n in range(100_000)))
   here = pathlib.Path(__file__).parent
-  arguments = ["--module=tiny_tasks", "--model_dir", model_dir, "--input", "rows.txt"]
+  arguments = ["--trust", "--model_dir", model_dir, "--input", "rows.txt"]
   arguments += ["--output", output]
   with subprocess.Popen(
     [sys.executable, "-m", "rosetta_t5.cli", "infer", *arguments],
@@ -466,7 +463,7 @@ def test_a_file_that_is_not_an_output_is_not_changed(model_dir, rows_file, tmp_p
 def test_chat_fills_blanks_until_an_empty_line(model_dir, monkeypatch, capfd):
   typed = io.BytesIO(b"no blank \xff\nthe ____ is\n\nnot reached")
   monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
-  assert cli.main(["chat", str(model_dir), "--module=tiny_tasks", "--bad_word=x"]) == 0
+  assert cli.main(["chat", str(model_dir), "--trust", "--bad_word=x"]) == 0
   printed = capfd.readouterr().out
   assert "There is no blank to fill" in printed
   assert "must be at most 0, the extra_ids of the model's vocabulary, got 1" in printed

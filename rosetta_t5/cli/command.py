@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -66,8 +67,17 @@ def _run(argv: list[str], is_own_process: bool) -> int:
   options = parse(argv)
   if _imports_users_modules(argv[0], options):
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-  with exit_on_user_error(*options.user_errors):
+  with exit_on_user_error(*options.user_errors), _limited_code(options):
     return int(options.run(options))
+
+
+def _limited_code(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+  """Limits a command that has --trust, and was called without it, to listed code."""
+  if getattr(options, "trust", True):
+    return contextlib.nullcontext()
+  from rosetta_t5.config.language.allow_list import limited_to_list
+
+  return limited_to_list()
 
 
 def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
@@ -80,7 +90,7 @@ def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
     return False
   # Without the option --trust, or without a MODEL_DIR, a command opens no files of other people.
   opens_others_files = hasattr(options, "trust") and getattr(options, "model_dir", "") is not None
-  return not opens_others_files or bool(options.trust or options.module)
+  return not opens_others_files or bool(options.trust or getattr(options, "module", None))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ import importlib
 import os
 from typing import Any
 
-from rosetta_t5.config.trust import add_trust_options, allowed_by
+from rosetta_t5.config.trust import add_trust_option
 from rosetta_t5.terminal import feature_lengths, positive_integer
 from rosetta_t5.user_errors import ConfigError
 
@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   of_file("--targets", help="the column of the targets, or a template")
   of_file("--text", help="the column of the text, or a template, for span corruption")
   of_file("--vocab", metavar="MODEL", help="a SentencePiece model (default: T5's)")
-  add_trust_options(parser)
+  add("--module", action="append", help="a module that registers the task; repeatable")
+  add_trust_option(parser)
   parser.set_defaults(run=inspect)
 
 
@@ -83,7 +84,7 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   if any(os.path.exists(os.path.join(first, name)) for name in ("model.json", "config.gin")):
     from rosetta_t5.trained_model import read_run
 
-    run, _ = read_run(first, options.flags, allowed_by(options))
+    run, _ = read_run(first, options.flags, options.trust)
     cfg = run["train_dataset_cfg"]
     names = ("mixture_or_task_name", "task_feature_lengths", "module", "use_cached")
     return {name: getattr(cfg, name) for name in names}
@@ -96,7 +97,7 @@ def _of_gin_files(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.config.launch import read_macros
 
   files = [f"--gin_file={path}" for path in options.data]
-  found = read_macros(["rosetta-t5", *files, *options.flags], _MACROS, allowed_by(options))
+  found = read_macros(["rosetta-t5", *files, *options.flags], _MACROS)
   if "MIXTURE_OR_TASK_NAME" not in found:
     raise ConfigError(f"MIXTURE_OR_TASK_NAME is not set in {', '.join(options.data)}")
   arguments = {"mixture_or_task_name": found["MIXTURE_OR_TASK_NAME"]}

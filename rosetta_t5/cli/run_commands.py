@@ -12,7 +12,7 @@ from typing import Any
 
 from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options, text_commands
-from rosetta_t5.config.trust import add_trust_options, allowed_by
+from rosetta_t5.config.trust import add_trust_option
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 
@@ -59,14 +59,14 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
   add("--batch_size", type=positive_integer, help="default: any number of texts")
   text_commands.add_length_options(add)
   add("--num_decodes", type=positive_integer, help="beams or samples; all are returned")
-  add_trust_options(parser)
+  add_trust_option(parser)
   parser.set_defaults(run=_export)
 
 
 def check_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 check`."""
   parser.add_argument("files", nargs="*", metavar="FILE", help="a gin file, such as a recipe")
-  add_trust_options(parser)
+  add_trust_option(parser)
   parser.set_defaults(run=_check)
 
 
@@ -77,7 +77,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
   add("--split", help="its split; default: the one that the run evaluates")
   add("--batch_size", type=positive_integer, help="default: the run's; 8 for texts")
   add("--output_dir", help=f"the folder for the results; default: {output_dir}")
-  add_trust_options(parser)
+  add_trust_option(parser)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -96,7 +96,7 @@ def _eval(options: argparse.Namespace) -> int:
   from rosetta_t5.trained_model import open_checkpoint, read_run
   from rosetta_t5.training import Trainer
 
-  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options))
+  run, restore_cfg = read_run(options.model_dir, options.flags, options.trust)
   cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
   model_dir, _ = _locate(restore_cfg, options)
   folder = cfg.split
@@ -153,7 +153,7 @@ def _infer(options: argparse.Namespace) -> int:
   from rosetta_t5.trained_model import read_run
 
   used = ("model", "partitioner", *_DATA)
-  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options), used)
+  run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
   cfg = _dataset_cfg(run, options, *_DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
   model_dir, checkpoint = _locate(restore_cfg, options)
@@ -184,7 +184,7 @@ def _export(options: argparse.Namespace) -> int:
   from rosetta_t5.trained_model import read_run
 
   used = ("model", "partitioner")
-  run, restore_cfg = read_run(options.model_dir, options.flags, allowed_by(options), used)
+  run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
   save_model(
     run["model"],
     restore_cfg,
@@ -202,10 +202,7 @@ def _check(options: argparse.Namespace) -> int:
 
   files = (f"--gin_file={file}" for file in options.files)
   argv = ["rosetta-t5 check", *files, *options.flags, "--dry_run"]
-  allowed = allowed_by(options)
-  if allowed:
-    allowed = dataclasses.replace(allowed, uncalled=[])
-  run_from_command_line(None, argv, describe_run, allowed)
+  run_from_command_line(None, argv, describe_run)
   return 0
 
 
@@ -260,6 +257,4 @@ def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: st
   cfg = dataclasses.replace(found[0], **changes)
   if pathlib.PurePath(cfg.split).name != cfg.split:  # it is part of the path of the results
     raise ConfigError(f"the split must be a name, got {cfg.split!r}")
-  if cfg.module and (allowed := allowed_by(options)):
-    allowed.check_import(cfg.module)
   return cfg

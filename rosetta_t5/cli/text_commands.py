@@ -17,7 +17,7 @@ from typing import IO, Any
 from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options
 from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
-from rosetta_t5.config.trust import add_trust_options, allowed_by
+from rosetta_t5.config.trust import add_trust_option
 from rosetta_t5.files import exclusive_output
 from rosetta_t5.terminal import positive_integer
 
@@ -78,7 +78,7 @@ def infer(options: argparse.Namespace) -> int:
     first = next(rows, None)
     if first is not None:
       file = _open_output(output, len(completed), size, stack)
-      model = open_model_dir(options.model_dir, options.flags, allowed_by(options))
+      model = open_model_dir(options.model_dir, options.flags, options.trust)
       decoding_options.apply(options, model.model)
       if output != "-":
         pathlib.Path(settings_file).write_text(json.dumps(_settings_of(options)))
@@ -117,7 +117,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 chat`."""
   parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
   decoding_options.add_arguments(parser)
-  add_trust_options(parser)
+  add_trust_option(parser)
   parser.set_defaults(run=chat)
 
 
@@ -126,7 +126,7 @@ def chat(options: argparse.Namespace) -> int:
   from rosetta_t5.inference.infilling import BLANK, BlankFiller
   from rosetta_t5.trained_model import open_model_dir
 
-  model = open_model_dir(options.model_dir, allowed=allowed_by(options))
+  model = open_model_dir(options.model_dir, trust=options.trust)
   decoding_options.apply(options, model.model)
   fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
   print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)

@@ -12,7 +12,6 @@ from rosetta_t5.config.checks.completeness import check_arguments, check_macros,
 from rosetta_t5.config.checks.mistakes import check_calls, check_spelling
 from rosetta_t5.config.checks.references import check_cycles
 from rosetta_t5.config.checks.values import check_values
-from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.user_errors import Problems
@@ -50,20 +49,17 @@ def parse_gin_flags(
     logging.getLogger(__name__).info("%s", line)
 
 
-def configure(
-  program: Program, function: Callable[..., Any], allowed: AllowList | None = None
-) -> Callable[..., Any]:
+def configure(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:
   """Binds a whole program, checks it, and returns `function` as gin configures it.
 
   Args:
     program: the statements.
     function: the function that will run.
-    allowed: what the files may use; None for the user's own files, which may use everything.
 
   Raises:
     ConfigError: lists all that is wrong.
   """
-  problems = bind(program, function, allowed=allowed)
+  problems = bind(program, function)
   check_bound(program, function, problems)
   problems.raise_if_any()
   gin.finalize()

@@ -14,7 +14,6 @@ from rosetta_t5.config.checks.references import unused_bindings
 from rosetta_t5.config.checks.values import unchecked_arguments
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.configuration import check_bound
-from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
 from rosetta_t5.config.language.names import bound_arguments, defaults
@@ -68,7 +67,6 @@ def dry_run(
   command: CommandLine,
   function: Callable[..., Any] | None,
   describe: Callable[[ResolvedRun], Rows] | None = None,
-  allowed: AllowList | None = None,
 ) -> str:
   """Returns a description of what a command line would run.
 
@@ -76,24 +74,19 @@ def dry_run(
     command: the command line.
     function: the run function; None if the gin files bind none.
     describe: returns a description of the resolved run, and adds to its problems.
-    allowed: what the gin files may use; None for the user's own files, which may use everything.
 
   Raises:
     ConfigError: lists all that is wrong.
   """
-  from rosetta_t5.data.dataset_config import imports_limited_to
-
   try:
-    with imports_limited_to(allowed.importable if allowed else None):
-      resolved = resolve(command, function, allowed)
-      uncalled = (allowed and allowed.uncalled) or []
-      rows = describe(resolved) if describe and not uncalled else []
+    resolved = resolve(command, function)
+    rows = describe(resolved) if describe else []
   finally:
     gin.clear_config()  # a run in this process starts afresh
   unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
   if resolved.problems.messages:
     raise ConfigError(_paragraphs(str(resolved.problems), unused))
-  unchecked = uncalled + resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
+  unchecked = resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
   rows = [row for row in rows if row[0] != NOT_CHECKED]
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
@@ -102,16 +95,14 @@ def dry_run(
   return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
 
 
-def resolve(
-  command: CommandLine, function: Callable[..., Any] | None, allowed: AllowList | None = None
-) -> ResolvedRun:
+def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
   """Reads, binds and builds all that a command line asks for. Errors are collected, not raised."""
   problems = Problems()
   program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
     check_required(program, str(problems))
-  binding_problems = bind(program, function, allowed=allowed)
+  binding_problems = bind(program, function)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
   problems.messages += binding_problems.messages
@@ -125,7 +116,7 @@ def resolve(
   )
   if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):
     resolved.require_run()  # Files with bindings may be a part of a run, such as an optimizer.
-  if not (binding_problems.messages or (allowed and allowed.uncalled)):
+  if not binding_problems.messages:
     _build(resolved, function)
   return resolved
 

@@ -18,7 +18,6 @@ from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
-from rosetta_t5.config.language.allow_list import AllowList
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import Program
@@ -36,7 +35,6 @@ def run_from_command_line(
   function: Callable[..., Any] | None,
   argv: Sequence[str] | None = None,
   describe: Callable[[ResolvedRun], Rows] | None = None,
-  allowed: AllowList | None = None,
 ) -> Any:
   """Runs `function` as the command line and its gin files configure it.
 
@@ -48,7 +46,6 @@ def run_from_command_line(
       the function that --run_mode names, or else the one whose arguments the gin files bind.
     argv: the program's name and its arguments; None for those of this process.
     describe: returns the description of a run that --dry_run prints.
-    allowed: what the gin files may use; None for the user's own files, which may use everything.
 
   Returns:
     What `function` returns; None for --help and --dry_run.
@@ -70,29 +67,26 @@ def run_from_command_line(
     if command.dry_run:
       if is_own_process:
         _prepare_dry_run(command)
-      print(printable(dry_run(command, function, describe, allowed)))
+      print(printable(dry_run(command, function, describe)))
       return None
     if function is None:
       raise ConfigError(f"the gin files bind no run. Set --run_mode={'|'.join(RUN_MODES)}")
-    run = configure(_read_and_join(command), function, allowed)
+    run = configure(_read_and_join(command), function)
     return run() if command.shard_id is None else run(shard_id=command.shard_id)
 
 
-def read_macros(
-  argv: Sequence[str], names: Sequence[str], allowed: AllowList | None = None
-) -> dict[str, Any]:
+def read_macros(argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
   """Returns the values of the macros that gin files bind; those that are not bound are left out.
 
   Args:
     argv: as for `run_from_command_line`.
     names: the macros, such as MIXTURE_OR_TASK_NAME.
-    allowed: what the gin files may use; None for the user's own files, which may use everything.
 
   Raises:
     ConfigError: lists what is wrong in the files.
   """
   command = parse_command_line(argv)
-  bind(command.read_program(), _select_run(command), allowed=allowed).raise_if_any()
+  bind(command.read_program(), _select_run(command)).raise_if_any()
   bound = all_bindings()
   macros = {
     name: bound[name, "gin.macro"]["value"] for name in names if (name, "gin.macro") in bound

@@ -185,11 +185,9 @@ class ModelFile(Mapping[str, Any]):
       KeyError: the file does not have it.
       ConfigError: the file names what it may not, or a function cannot be called with its values.
     """
-    from rosetta_t5.data.dataset_config import imports_limited_to
-
     node = self.content[name]
     try:
-      with imports_limited_to(allow_list.STRICT.importable):
+      with allow_list.limited_to_list():
         return _build(open_inputs(node, self.file.parent))
     except (ConfigError, RecursionError) as error:
       raise ConfigError(f"{self.file}: {name}: {error}") from error
@@ -224,8 +222,8 @@ def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _may_import(module: Any) -> bool:
-  known = allow_list.STRICT.importable
-  return isinstance(module, str) and module in known and not module.startswith("__")
+  is_name = isinstance(module, str) and not module.startswith("__")
+  return is_name and module in allow_list.IMPORTABLE
 
 
 def _lengths(run: Mapping[str, Any]) -> Any:

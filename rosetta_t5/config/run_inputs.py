@@ -99,17 +99,16 @@ def use_data_folders(surroundings: Mapping[str, Any]) -> None:
       os.environ.setdefault(variable, folder)
 
 
-def check_modules(modules: Iterable[str], surroundings: Mapping[str, Any]) -> None:
+def check_modules(surroundings: Mapping[str, Any]) -> None:
   """Raises ConfigError if one of the user's modules is not found; it names the file that the run used."""
-  files = surroundings.get("module_files")
-  for module in modules:
+  for module, file in surroundings.get("module_files", {}).items():
     try:
       is_found = module in sys.modules or importlib.util.find_spec(module) is not None
     except ImportError:  # its package
       is_found = False
-    if not is_found and isinstance(files, dict) and module in files:
+    if not is_found:
       raise ConfigError(
-        f"there is no module {module!r}: the run used {files[module]}. Add the folder that contains "
+        f"there is no module {module!r}: the run used {file}. Add the folder that contains "
         f"{module.partition('.')[0]} to PYTHONPATH"
       )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +92,10 @@ def import_module(module: str) -> Any:
     ValueError: the module does not exist, or is named by a file that is not trusted.
       Errors inside the module are raised unchanged.
   """
-  if _importable is not None and module not in _importable:
+  if _importable is not None and module not in _importable and module not in sys.modules:
     raise ValueError(
       f"The module {module!r} (DatasetConfig.module) is not imported, because the file that names it "
-      f"may be from elsewhere. If you trust the module, add --module {module}"
+      f"may be from elsewhere. If you trust it, add --trust"
     )
   try:
     return importlib.import_module(module)

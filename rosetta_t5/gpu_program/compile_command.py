@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
-from rosetta_t5.config.language.binding import UncalledFunction
 from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.compiler import compile_program
@@ -40,7 +39,7 @@ from rosetta_t5.plan.memory import size_text
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import positive_integer
-from rosetta_t5.training.trainer import BaseTrainer, trainer_to_compile
+from rosetta_t5.training.trainer import trainer_to_compile
 from rosetta_t5.user_errors import ConfigError
 
 
@@ -275,22 +274,9 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
   trainer = trainer_to_compile(
-    _trainer_class(plan), model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
+    plan["trainer_cls"], model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
-
-
-def _trainer_class(plan: Plan) -> Any:
-  """Returns what builds the run's trainer.
-
-  Files from elsewhere may name a trainer but not call it, because it can write files. The one that is
-  only compiled gets no folder (`trainer_to_compile`), so it is called here.
-  """
-  trainer_cls = plan["trainer_cls"]
-  if not isinstance(trainer_cls, UncalledFunction):
-    return trainer_cls
-  is_trainer = inspect.isclass(trainer_cls.wrapped) and issubclass(trainer_cls.wrapped, BaseTrainer)
-  return trainer_cls.configured if is_trainer else trainer_cls
 
 
 def choose_kernel_by_roofline(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.config.dry_run import ResolvedRun, Rows
-from rosetta_t5.config.trust import add_trust_options, allowed_by
+from rosetta_t5.config.trust import add_trust_option
 from rosetta_t5.plan.configurations import USABLE, best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
@@ -40,7 +40,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
   add("recipe", nargs="+", metavar="RECIPE", help="a gin file of a training run")
   add("--devices", type=positive_integer, required=True, help="the number of GPUs")
   add("--gpu", type=str.lower, choices=GPUS, default="h100", help="default: %(default)s")
-  add_trust_options(parser)
+  add_trust_option(parser)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ def describe_recipe(
     "--dry_run",
     f"--devices={options.devices}",
   ]
-  run_from_command_line(None, argv, describe, allowed_by(options))
+  run_from_command_line(None, argv, describe)
   return 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from rosetta_t5 import cli, manifest
 from rosetta_t5.config import ConfigError, run_from_command_line
 from rosetta_t5.config.configuration import configure
-from rosetta_t5.config.language.allow_list import CALLED, NAMED, STRICT, AllowList, find_public
+from rosetta_t5.config.language.allow_list import CALLED, NAMED, find_public, limited_to_list
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
@@ -49,13 +49,13 @@ def hostile(write, monkeypatch):
   sys.modules.pop("evil", None)
 
 
-def check(text: str, write, capsys, allowed: AllowList | None = STRICT) -> str:
+def check(text: str, write, capsys, trust: bool = False) -> str:
   """Returns the errors of a check."""
   import toy
 
   argv = ["check", f"--gin_file={write('sent.gin', HEAD + text)}", "--dry_run"]
-  with pytest.raises(SystemExit) as ended:
-    run_from_command_line(toy.train, argv, None, allowed)
+  with pytest.raises(SystemExit) as ended, limited_to_list(not trust):
+    run_from_command_line(toy.train, argv)
   assert ended.value.code == 2
   return capsys.readouterr().err
 
@@ -67,15 +67,18 @@ def check(text: str, write, capsys, allowed: AllowList | None = STRICT) -> str:
     ("import evil as seqio", "the module 'evil' is not imported"),
     ("import rosetta_t5.cli.__main__", "the module 'rosetta_t5.cli.__main__' is not imported"),
     ("import os\nX = @os.system()", "the module 'os' is not imported"),
-    ("from t5x import utils\nX = @utils.import_module()", "import_module is not used"),
-    ("from t5x import utils\nX = [{'a': @utils.run_main}]", "utils.run_main is not used"),
-    ("from t5x import gin_utils\nX = @gin_utils.parse_gin_flags()", "parse_gin_flags is not used"),
-    ("import seqio\nX = @seqio.utils.os.system()", "os.system is not used"),
-    ("import seqio\nseqio.utils.os.system.command = 'touch note'", "os.system is not used"),
-    ("import jax\nX = @jax.numpy.load()", "load is not used"),
-    ("X = @train_script.train()", "train is not used"),
-    ("from t5x import trainer\nX = @trainer.Trainer()", "trainer.Trainer() is not called"),
-    ("import seqio\nX = @seqio.SentencePieceVocabulary.decode()", "decode is not used"),
+    ("from t5x import utils\nX = @utils.import_module()", "import_module is not on the list"),
+    ("from t5x import utils\nX = [{'a': @utils.run_main}]", "utils.run_main is not on the list"),
+    (
+      "from t5x import gin_utils\nX = @gin_utils.parse_gin_flags()",
+      "parse_gin_flags is not on the list",
+    ),
+    ("import seqio\nX = @seqio.utils.os.system()", "os.system is not on the list"),
+    ("import seqio\nseqio.utils.os.system.command = 'touch note'", "os.system is not on the list"),
+    ("import jax\nX = @jax.numpy.load()", "load is not on the list"),
+    ("X = @train_script.train()", "train is not on the list"),
+    ("from t5x import trainer\nX = @trainer.Trainer()", "trainer.Trainer is not on the list"),
+    ("import seqio\nX = @seqio.SentencePieceVocabulary.decode()", "decode is not on the list"),
   ],
 )
 def test_what_is_not_listed_is_refused_with_its_line(text, refused, hostile, write, capsys):
@@ -90,10 +93,10 @@ def test_a_check_calls_nothing_of_a_file_that_names_what_is_not_listed(hostile, 
   file = write(
     "sent.gin", f"{HEAD}import os\nos.system.command = 'touch note'\nMODEL = @os.system()\n"
   )
-  assert cli.main(["check", file]) == 0
-  printed = capsys.readouterr().out
-  assert "os.system is not called: this file may be from elsewhere (--trust)" in printed
-  assert "valid as far as it was checked" in printed
+  with pytest.raises(SystemExit):
+    cli.main(["check", file])
+  errors = capsys.readouterr().err
+  assert "the module 'os' is not imported: this file may be from elsewhere" in errors
   assert not hostile.exists()
 
 
@@ -107,7 +110,7 @@ def test_what_is_only_passed_on_cannot_be_called_by_what_is_called(hostile, writ
     write,
     capsys,
   )
-  assert "write_warmup_examples is not called, because this file may be from elsewhere" in errors
+  assert "write_warmup_examples is not on the list of what may be called" in errors
 
 
 def test_a_value_that_names_a_module_does_not_import_it(hostile, write, capsys, monkeypatch):
@@ -130,21 +133,20 @@ utils.DatasetConfig:
 """
   assert "The module 'evil' (DatasetConfig.module) is not imported" in check(text, write, capsys)
   assert not hostile.exists()
-  check(text, write, capsys, None)  # with --trust
+  check(text, write, capsys, trust=True)
   assert hostile.exists()
 
 
-def test_modules_that_the_user_names_and_trusted_files_are_run(hostile, write, monkeypatch):
+def test_a_trusted_file_is_run(hostile, write, monkeypatch):
   import toy
 
   monkeypatch.syspath_prepend(hostile.parent)
   bound = "train_script.train:\n  model = @evil.call()\n  model_dir = 'x'\n  total_steps = 3\n"
   file = write("sent.gin", f"{HEAD}import evil\n{bound}")
   argv = ["check", f"--gin_file={file}", "--dry_run"]
-  for allowed in (AllowList(("evil",)), None):
-    hostile.unlink(missing_ok=True)
-    run_from_command_line(toy.train, argv, None, allowed)
-    assert hostile.exists()
+  with limited_to_list(False):
+    run_from_command_line(toy.train, argv)
+  assert hostile.exists()
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,17 @@ below. They are compared as objects, so the path by which a file reaches them do
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import contextvars
 import functools
-import importlib.util
+import importlib
 import inspect
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import gin
 from gin.config import Configurable
 
 from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
@@ -90,86 +92,61 @@ _OTHER_MODULES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class AllowList:
-  """What one file that somebody else may have written can use.
-
-  Attributes:
-    modules: the modules that the user allows in addition, with all that they define.
-    uncalled: if given, what else a file names is not refused but added to this list. The caller then
-      builds nothing. Modules are imported, because the working directory is not among their folders.
-  """
-
-  modules: tuple[str, ...] = ()
-  uncalled: list[str] | None = None
-
-  @property
-  def importable(self) -> frozenset[str]:
-    """The names of the modules that may be imported."""
-    return frozenset([*CALLED, *NAMED, *_OTHER_MODULES, *self.modules])
-
-  def check_import(self, module: str) -> None:
-    """Raises ConfigError if a file may not import a module."""
-    if module in self.importable or (self.uncalled is not None and _is_installed(module)):
-      return
-    raise ConfigError(
-      f"the module {module!r} is not imported, because this file may be from elsewhere\n  "
-      f"{_module_advice(module)}if you trust the file, add --trust"
-    )
-
-  def check_binding(self, configurable: Configurable) -> None:
-    """Raises ConfigError if a file may not set an argument of a function, class or method."""
-    function = configurable.wrapped
-    is_run = configurable.name in RUN_FUNCTION_MODULES
-    if not (is_run or is_only_named(function) or _is_method_of_listed(function)):
-      self.check_reference(configurable, is_evaluated=True)
-
-  def check_reference(self, configurable: Configurable, is_evaluated: bool) -> None:
-    """Raises ConfigError if a file may not refer to a function or class, or not with `()`."""
-    function = configurable.wrapped
-    defined_in = getattr(function, "__module__", None)
-    is_users = any(f"{defined_in}.".startswith(f"{module}.") for module in self.modules)
-    is_named = is_only_named(function) and not is_evaluated
-    if configurable.module == "gin" or is_users or is_named or public_name(function):
-      return
-    if self.uncalled is not None:
-      self.uncalled.append(
-        f"{configurable.selector} is not called: this file may be from elsewhere (--trust)"
-      )
-      return
-    if is_only_named(function):
-      raise ConfigError(
-        f"@{configurable.selector}() is not called, because this file may be from elsewhere\n  remove the "
-        "parentheses or, if you trust the file, add --trust"
-      )
-    raise ConfigError(
-      f"{configurable.selector} is not used: this file may be from elsewhere, and such files are "
-      f"limited to a list of functions and classes\n  {_module_advice(defined_in)}if you trust the "
-      "file, add --trust"
-    )
+# The classes that keep what they get and call none of it.
+_KEEPERS = ("CheckpointConfig", "RestoreCheckpointConfig", "SaveCheckpointConfig")
+IMPORTABLE = frozenset([*CALLED, *NAMED, *_OTHER_MODULES])
+_is_limited = contextvars.ContextVar("_is_limited", default=False)
+_ADVICE = "this file may be from elsewhere\n  if you trust it, add --trust"
 
 
-def _is_installed(module: str) -> bool:
+@contextlib.contextmanager
+def limited_to_list(is_limited: bool = True) -> Iterator[None]:
+  """Inside the `with`, gin files can use only what is listed here, unless `is_limited` is False."""
+  from rosetta_t5.data.dataset_config import imports_limited_to
+
+  if not is_limited:
+    yield
+    return
+  token = _is_limited.set(True)
   try:
-    return importlib.util.find_spec(module) is not None
-  except ImportError:
-    return False
+    with imports_limited_to(IMPORTABLE):
+      yield
+  finally:
+    _is_limited.reset(token)
 
 
-def _module_advice(module: str | None) -> str:
-  """Returns how to allow what a module of the user's own defines."""
-  if module is None or module.partition(".")[0] in sys.stdlib_module_names:
-    return ""
-  return f"if {module} is your own module, add --module {module}; "
+def check_import(module: str) -> None:
+  """Raises ConfigError if the file that is being bound may not import a module."""
+  if _is_limited.get() and module not in IMPORTABLE:
+    raise ConfigError(f"the module {module!r} is not imported: {_ADVICE}")
 
 
-# For files that the user has not allowed anything more.
-STRICT = AllowList()
+def check_binding(configurable: Configurable | None, value: Any) -> None:
+  """Raises ConfigError if the file that is being bound may not set an argument to a value.
+
+  Args:
+    configurable: the function, class or method that has the argument; None for a macro.
+    value: the value, with gin's references. What may write files may be given only to what does not call
+      it while a command builds a run: the run itself, and the classes of `_KEEPERS`.
+  """
+  if not _is_limited.get():
+    return
+  function = configurable.wrapped if configurable else None
+  is_run = configurable is not None and configurable.name in RUN_FUNCTION_MODULES
+  is_named = _name_in(NAMED, function) is not None
+  if not (function is None or is_run or is_named or _is_method_of_listed(function)):
+    _check_is_called(configurable, function)
+  calls_nothing = is_run or is_named or (configurable and configurable.name in _KEEPERS)
+  for reference in gin.config.iterate_references(value):
+    referred = reference.configurable.wrapped
+    if not (calls_nothing and not reference.evaluate and _name_in(NAMED, referred)):
+      _check_is_called(reference.configurable, referred)
 
 
-def is_only_named(function: Any) -> bool:
-  """Returns whether a function or class is listed as an argument that gin must not call."""
-  return _name_in(NAMED, function) is not None
+def _check_is_called(configurable: Any, function: Any) -> None:
+  if configurable.module == "gin" or public_name(function):
+    return
+  raise ConfigError(f"{configurable.selector} is not on the list of what may be called: {_ADVICE}")
 
 
 def public_name(function: Any) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import pkgutil
 import sys
 import traceback
@@ -11,10 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
+from gin.config import Configurable
 from gin.config_parser import ImportStatement
 
 from rosetta_t5.config.language import statements
-from rosetta_t5.config.language.allow_list import AllowList, is_only_named
+from rosetta_t5.config.language.allow_list import check_binding
 from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
 from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
@@ -29,7 +29,6 @@ def bind(
   program: statements.Program,
   function: Callable[..., Any] | None = None,
   skip_unknown: bool | Sequence[str] = False,
-  allowed: AllowList | None = None,
 ) -> Problems:
   """Binds every statement in order: the files, then the command line. Returns the problems.
 
@@ -37,11 +36,10 @@ def bind(
     program: the statements.
     function: the function that will run, if known. Gin files find it in `__main__`.
     skip_unknown: skip imports and bindings of names that do not exist: all, or only these names.
-    allowed: what the files may use; None for the user's own files, which may use everything.
   """
   if gin.config_is_locked():  # by an earlier run of this process
     gin.clear_config()
-  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown, allowed)
+  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown)
   for file in program.files:
     binder.bind_file(file)
   return binder.problems
@@ -54,13 +52,11 @@ class _Binder:
   Attributes:
     namespaces: the names that each file bound so far imports.
     skip_unknown: see `bind`.
-    allowed: see `bind`.
     problems: the errors so far.
   """
 
   namespaces: list[Namespace]
   skip_unknown: bool | Sequence[str]
-  allowed: AllowList | None = None
   problems: Problems = dataclasses.field(default_factory=Problems)
 
   def bind_file(self, file: statements.GinFile) -> None:
@@ -81,7 +77,7 @@ class _Binder:
   def _import(self, statement: ImportStatement, namespace: Namespace) -> None:
     """Imports a module for one file."""
     try:
-      namespace.add_import(statement, self.allowed)
+      namespace.add_import(statement)
     except ConfigError:
       raise
     except ModuleNotFoundError as error:
@@ -95,80 +91,41 @@ class _Binder:
 
   def _bind_value(self, binding: statements.Binding, namespace: Namespace) -> None:
     """Sets one argument or macro."""
-    resolve = functools.partial(_as_gin_reference, namespace=namespace, allowed=self.allowed)
     try:
-      key = self._gin_key(binding, namespace)
-      if key is not None:
-        gin.bind_parameter(key, statements.map_leaves(resolve, binding.value))
+      configurable = None if binding.macro is not None else self._find(binding, namespace)
+      value = statements.map_leaves(lambda leaf: _as_gin_reference(leaf, namespace), binding.value)
+      check_binding(configurable, value)
+      if configurable is not None:
+        check_argument(configurable, binding.argument)
+        gin.bind_parameter((binding.scope, configurable.selector, binding.argument), value)
+      elif binding.macro is not None:
+        gin.bind_parameter((binding.macro, "gin.macro", "value"), value)
     except ConfigError:
       raise
     except Exception as error:  # one of gin's own
       raise ConfigError(str(error)) from error
 
-  def _gin_key(
-    self, binding: statements.Binding, namespace: Namespace
-  ) -> tuple[str, str, str] | None:
-    """Returns what gin calls the argument or macro that is set; None if it is to be skipped."""
-    if binding.macro is not None:
-      return binding.macro, "gin.macro", "value"
+  def _find(self, binding: statements.Binding, namespace: Namespace) -> Configurable | None:
+    """Returns what has the argument that is set; None if the binding is to be skipped."""
     try:
       configurable = namespace.find(binding.selector)
     except ConfigError:
       if self._may_skip(binding.selector):
         return None
       raise
-    if (configurable.name, binding.argument) in RETIRED_ARGUMENTS:
-      return None
-    if self.allowed:
-      self.allowed.check_binding(configurable)
-    check_argument(configurable, binding.argument)
-    return binding.scope, configurable.selector, binding.argument
+    is_retired = (configurable.name, binding.argument) in RETIRED_ARGUMENTS
+    return None if is_retired else configurable
 
   def _may_skip(self, name: str) -> bool:
     return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class UncalledFunction:
-  """A function or class that a file from elsewhere may pass on, but not call.
-
-  Attributes:
-    name: the reference in the file, such as "@trainer.Trainer".
-    wrapped: the function or class.
-    configured: the same, with the arguments that gin files set.
-  """
-
-  name: str
-  wrapped: Callable[..., Any]
-  configured: Callable[..., Any]
-
-  def __call__(self, *_: Any, **__: Any) -> Any:
-    """Raises ConfigError."""
-    raise ConfigError(
-      f"{self.name} is not called, because this file may be from elsewhere\n  if you trust the file, "
-      "add --trust"
-    )
-
-
-class _UncalledReference(gin.config.ConfigurableReference):
-  """A reference that gin evaluates to an `UncalledFunction`."""
-
-  def __deepcopy__(self, memo: dict[int, Any]) -> UncalledFunction:
-    """Returns what gin passes to the function that has this argument."""
-    return UncalledFunction(str(self), self.configurable.wrapped, super().__deepcopy__(memo))
-
-
-def _as_gin_reference(value: Any, namespace: Namespace, allowed: AllowList | None) -> Any:
+def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
   """Returns gin's own object for a reference or macro, and other values as they are."""
   match value:
     case statements.Reference(evaluate=evaluate):
       *scopes, selector = value.name.split("/")
-      configurable = namespace.find(selector)
-      full_name = "/".join([*scopes, configurable.selector])
-      if allowed:
-        allowed.check_reference(configurable, evaluate)
-        if is_only_named(configurable.wrapped):
-          return _UncalledReference(full_name, evaluate)
+      full_name = "/".join([*scopes, namespace.find(selector).selector])
       return gin.config.ConfigurableReference(full_name, evaluate)
     case statements.Macro(name=name):
       return gin.config.ParserDelegate().macro(name)

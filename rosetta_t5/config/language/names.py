@@ -14,7 +14,7 @@ from gin import config_parser
 from gin.config import Configurable
 
 from rosetta_t5.config.language import gin_internals
-from rosetta_t5.config.language.allow_list import AllowList
+from rosetta_t5.config.language.allow_list import check_import
 from rosetta_t5.config.language.statements import Import, read_program
 from rosetta_t5.config.t5x.run_functions import (
   RUN_FUNCTION_MODULES,
@@ -53,14 +53,11 @@ class Namespace:
     """The import statements so far."""
     return self._context.imports
 
-  def add_import(
-    self, statement: config_parser.ImportStatement, allowed: AllowList | None = None
-  ) -> None:
+  def add_import(self, statement: config_parser.ImportStatement) -> None:
     """Imports a module, if it is allowed, and makes its name usable."""
     name = statement.bound_name()
     self._failed.add(name)  # until the import has succeeded
-    if allowed:
-      allowed.check_import(statement.module)
+    check_import(statement.module)
     self._context.process_import(statement)
     if statement.module == "__gin__.dynamic_registration":
       self._is_dynamic = True
