@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints, config, data, terminal
-from rosetta_t5.config.checks.references import unused_bindings
+from rosetta_t5.config.checks.bindings import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe

@@ -6,7 +6,7 @@ if __name__ == "__main__":
   begin("t5x.eval")
 
 from rosetta_t5.cli import run_module
-from rosetta_t5.config.summary import SummarizeConfigFn
+from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.eval import evaluate, main
 from rosetta_t5.inference.inference_evaluator import InferenceEvaluator
 

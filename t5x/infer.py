@@ -11,7 +11,7 @@ from rosetta_t5.compat.script_functions import Inferences as _Inferences
 from rosetta_t5.compat.script_functions import (
   extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )
-from rosetta_t5.config.summary import SummarizeConfigFn
+from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.infer import infer, main, update_measurement_series
 from rosetta_t5.inference.result_files import (

@@ -58,7 +58,7 @@ def test_wheel_does_not_hide_gin_config(installed):
 
 def test_installed_package_finds_recipes_from_any_folder(installed, tmp_path):
   program = (
-    "import rosetta_t5.config.t5x.paths as paths\n"
+    "import rosetta_t5.config.t5x_surface as paths\n"
     "for path in ('gin/runs/pretrain.gin', 't5x/examples/t5/t5_1_1/small.gin'):\n"
     "  print(paths.find_gin_file(path, ['.']))"
   )

@@ -26,7 +26,7 @@ from golden_recipes import (
 )
 
 from rosetta_t5.config.language.statements import Macro, Reference, read_program
-from rosetta_t5.config.t5x.paths import RECIPES, find_gin_file
+from rosetta_t5.config.t5x_surface import RECIPES, find_gin_file
 
 TEXTS = {
   name: golden for kind in KINDS for name, golden in read_golden(GOLDEN / f"{kind}.txt").items()

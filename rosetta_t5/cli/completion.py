@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from rosetta_t5.config.t5x.paths import RECIPES
+from rosetta_t5.config.t5x_surface import RECIPES
 
 _TAKES_RECIPES = ("files", "gin_file", "recipe")
 # Recipes are found by the path gin/… wherever the package is installed.

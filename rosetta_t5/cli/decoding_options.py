@@ -46,7 +46,7 @@ def apply(options: argparse.Namespace, model: Any) -> None:
 def _search_instead_of_greedy(model: Any) -> None:
   """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
   from rosetta_t5 import decoding
-  from rosetta_t5.config.summary import bindings_of
+  from rosetta_t5.config.saved_config import bindings_of
   from rosetta_t5.models.decode_call import set_decode_fn
 
   decode_fn: Any = model.decode_fn

@@ -8,7 +8,7 @@ import importlib
 import os
 from typing import Any
 
-from rosetta_t5.config.trust import add_trust_option
+from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.terminal import feature_lengths, positive_integer
 from rosetta_t5.user_errors import ConfigError
 

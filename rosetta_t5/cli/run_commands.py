@@ -12,7 +12,7 @@ from typing import Any
 
 from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options, text_commands
-from rosetta_t5.config.trust import add_trust_option
+from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 

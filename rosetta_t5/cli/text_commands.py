@@ -17,7 +17,7 @@ from typing import IO, Any
 from rosetta_t5 import terminal
 from rosetta_t5.cli import decoding_options
 from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
-from rosetta_t5.config.trust import add_trust_option
+from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.files import exclusive_output
 from rosetta_t5.terminal import positive_integer
 

@@ -12,7 +12,7 @@ from typing import Any
 from absl import app, flags
 
 from rosetta_t5.config.language.statements import Program, read_program
-from rosetta_t5.config.t5x.run_functions import RUN_MODES
+from rosetta_t5.config.t5x_surface import RUN_MODES
 from rosetta_t5.user_errors import DEBUG_VARIABLE, ConfigError, Problems
 
 # A flag that people expect → the gin binding that sets the same.
@@ -232,3 +232,9 @@ def _define_flags() -> None:
       ours = ("define", "only_for")
       define(name=field.name, **{k: v for k, v in field.metadata.items() if k not in ours})
   flags.FLAGS.unparse_flags()
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+  """Adds --trust. A command that has it is limited to listed code without it (`cli.command`)."""
+  group = parser.add_argument_group("files from elsewhere (docs/security.md)")
+  group.add_argument("--trust", action="store_true", help="run whatever code the gin files name")

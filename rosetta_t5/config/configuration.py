@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
 
-from rosetta_t5.config.checks.completeness import check_arguments, check_macros, check_required
-from rosetta_t5.config.checks.mistakes import check_calls, check_spelling
-from rosetta_t5.config.checks.references import check_cycles
-from rosetta_t5.config.checks.values import check_values
+from rosetta_t5.config.checks.bindings import (
+  check_arguments,
+  check_calls,
+  check_cycles,
+  check_macros,
+  check_required,
+  check_spelling,
+  missing_run_text,
+  unused_bindings,
+)
+from rosetta_t5.config.checks.values import check_values, unchecked_arguments
+from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.language.binding import bind
-from rosetta_t5.config.language.statements import Program, read_program
-from rosetta_t5.user_errors import Problems
+from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
+from rosetta_t5.config.language.names import bound_arguments, defaults
+from rosetta_t5.config.language.statements import (
+  COMMAND_LINE,
+  Binding,
+  Program,
+  SourceLine,
+  read_program,
+)
+from rosetta_t5.config.t5x_surface import is_recipe
+from rosetta_t5.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
 
 
 def parse_gin_flags(
@@ -87,3 +106,160 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
   if function is not None and all_bound:
     with problems.collect():
       check_arguments(program, function)
+
+
+Rows = list[tuple[str, str]]
+# The label of a row about something that could not be described, and so may be wrong.
+NOT_CHECKED = "not checked"
+
+
+@dataclasses.dataclass
+class ResolvedRun:
+  """A run that is configured but not started.
+
+  Attributes:
+    run: the name of the function that would be called; "" if there is none.
+    program: the gin files and the bindings of the command line.
+    problems: all that is wrong. Later checks add to it.
+    unused: the bindings that nothing reads.
+    unchecked: what could not be checked. Later checks add to it.
+    devices: the number of devices that the run will have, if the command line specifies it.
+    arguments: the arguments of the run that could be built.
+    settings: for each argument that is a function or class to be called later, the arguments that gin
+      will pass to it, including defaults.
+  """
+
+  run: str
+  program: Program
+  problems: Problems
+  unused: list[Binding]
+  unchecked: list[str]
+  devices: int | None = None
+  arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+  settings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+  def source_of(self, argument: str) -> SourceLine | None:
+    """Returns the line that sets an argument of the run, or a macro."""
+    bindings = self.program.effective_bindings()
+    found = bindings.get((argument,)) or bindings.get(("", self.run, argument))
+    return found.source if found else None
+
+  def require_run(self) -> None:
+    """Adds a problem if there is no run, unless other problems may be the reason."""
+    if not (self.run or self.problems.messages):
+      self.problems.messages.append(missing_run_text())
+
+
+def dry_run(
+  command: CommandLine,
+  function: Callable[..., Any] | None,
+  describe: Callable[[ResolvedRun], Rows] | None = None,
+) -> str:
+  """Returns a description of what a command line would run.
+
+  Args:
+    command: the command line.
+    function: the run function; None if the gin files bind none.
+    describe: returns a description of the resolved run, and adds to its problems.
+
+  Raises:
+    ConfigError: lists all that is wrong.
+  """
+  try:
+    resolved = resolve(command, function)
+    rows = describe(resolved) if describe else []
+  finally:
+    gin.clear_config()  # a run in this process starts afresh
+  unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
+  if resolved.problems.messages:
+    raise ConfigError(_paragraphs(str(resolved.problems), unused))
+  unchecked = resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
+  rows = [row for row in rows if row[0] != NOT_CHECKED]
+  width = max((len(name) for name, _ in rows), default=0)
+  table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+  extent = " as far as it was checked" if unchecked else ""
+  verdict = f"The configuration is valid{extent}."
+  return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
+
+
+def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:
+  """Reads, binds and builds all that a command line asks for. Errors are collected, not raised."""
+  problems = Problems()
+  program = command.read_program(problems)
+  is_complete = not problems.messages
+  with problems.collect():
+    check_required(program, str(problems))
+  binding_problems = bind(program, function)
+  if is_complete:
+    check_bound(program, None if problems.messages else function, binding_problems)
+  problems.messages += binding_problems.messages
+  resolved = ResolvedRun(
+    run=function.__name__ if function else "",
+    program=program,
+    problems=problems,
+    unused=_unused(program, function) if function and not problems.messages else [],
+    unchecked=[] if problems.messages else unchecked_arguments(),
+    devices=command.devices,
+  )
+  if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):
+    resolved.require_run()  # Files with bindings may be a part of a run, such as an optimizer.
+  if not binding_problems.messages:
+    _build(resolved, function)
+  return resolved
+
+
+def _unused(program: Program, function: Callable[..., Any]) -> list[Binding]:
+  """Returns the bindings of the user's own files and flags that nothing reads.
+
+  A recipe also binds what another recipe replaces, such as the arguments of its optimizer.
+  """
+  unused = unused_bindings(program, function)
+  return [binding for binding in unused if not is_recipe(binding.source.file)]
+
+
+def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
+  """Builds the arguments of the run one by one; without a run, only the model."""
+  if function is None:
+    model = all_bindings().get(("MODEL", "gin.macro"))
+    values = {"model": model["value"]} if model else {}
+  else:
+    configurable = configurable_of(function)
+    values = bound_arguments(configurable)
+    resolved.arguments = defaults(configurable)
+  # If a value is missing, which has been reported, the arguments that need it cannot be built.
+  had_problems = bool(resolved.problems.messages)
+  names_of: dict[str, list[str]] = {}  # of the arguments, by what is wrong
+  for name, value in values.items():
+    try:
+      resolved.arguments[name] = copy.deepcopy(value)  # gin calls @f() when it is copied
+      if isinstance(value, gin.config.ConfigurableReference) and not value.evaluate:
+        resolved.settings[name] = _settings(value)
+    except Exception as error:
+      resolved.arguments.pop(name, None)
+      if not had_problems:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        names_of.setdefault(f"{kind}{strip_gin_notes(str(error))}", []).append(name)
+  for text, names in names_of.items():
+    own = [source for source in map(resolved.source_of, names) if source]
+    message = with_lines(text, resolved.program.lines_with(text)[:1] or own)
+    resolved.problems.messages.append(f"{', '.join(names)} cannot be built: {message}")
+
+
+def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
+  """Returns what gin will pass to a function that is passed on uncalled."""
+  configurable = reference.configurable
+  with gin.config_scope(reference.scopes or None):
+    return {**defaults(configurable), **gin.get_bindings(configurable.selector)}
+
+
+def _listing(noun: str, state: str, items: Sequence[str]) -> str:
+  """Returns "2 bindings are never used:" and a line for each of them; "" if there are none."""
+  lines = list(dict.fromkeys(items))
+  if not lines:
+    return ""
+  head = f"{len(lines)} {noun}{'s are' if len(lines) > 1 else ' is'} {state}:"
+  return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def _paragraphs(*texts: str) -> str:
+  return "\n\n".join(text for text in texts if text)

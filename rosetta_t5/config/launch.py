@@ -12,16 +12,18 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.changes import text_of
-from rosetta_t5.config.checks.completeness import check_required
-from rosetta_t5.config.checks.t5x_installation import check_t5x_installation
+from rosetta_t5.config.checks.bindings import check_required
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
-from rosetta_t5.config.configuration import configure
-from rosetta_t5.config.dry_run import ResolvedRun, Rows, dry_run
+from rosetta_t5.config.configuration import ResolvedRun, Rows, configure, dry_run
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
-from rosetta_t5.config.language.statements import Program
-from rosetta_t5.config.t5x.run_functions import RUN_MODES, find_run_function, runs_bound_by
+from rosetta_t5.config.language.statements import Binding, Import, Program
+from rosetta_t5.config.saved_config import text_of
+from rosetta_t5.config.t5x_surface import (
+  RUN_MODES,
+  check_t5x_installation,
+  find_run_function,
+)
 from rosetta_t5.user_errors import (
   DEBUG_VARIABLE,
   ConfigError,
@@ -103,13 +105,29 @@ def _select_run(command: CommandLine) -> Callable[..., Any] | None:
   """Returns the run that --run_mode names, or else the only one that the gin files bind, or None."""
   if command.run_mode:
     return find_run_function(RUN_MODES[command.run_mode])
-  names = runs_bound_by(command.read_program(Problems()))  # errors are reported later
+  names = _runs_bound_by(command.read_program(Problems()))  # errors are reported later
   if len(names) > 1:
     modes = "|".join(mode for mode, name in RUN_MODES.items() if name in names)
     raise ConfigError(
       f"the gin files bind several runs ({', '.join(names)}). Set --run_mode={modes}"
     )
   return find_run_function(names[0]) if names else None
+
+
+def _runs_bound_by(program: Program) -> list[str]:
+  """Returns the runs whose arguments a program binds through an import of `__main__`, in order."""
+  aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
+  names = []
+  for statement in program.statements():
+    if isinstance(statement, Import) and statement.gin_statement.module == "__main__":
+      aliases.add(statement.gin_statement.bound_name())
+    elif isinstance(statement, Binding):
+      first, *rest = statement.selector.split(".")
+      if first in aliases and len(rest) == 1:
+        names += rest
+      elif statement.argument and not rest:
+        names.append(first)  # on the command line, train.X reaches the run without an import
+  return [name for name in dict.fromkeys(names) if name in RUN_MODES.values()]
 
 
 def _prepare_dry_run(command: CommandLine) -> None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from rosetta_t5.config.dry_run import ResolvedRun, Rows
+from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.compiler import compile_program

@@ -14,9 +14,9 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.checkpoints import read_start_facts
 from rosetta_t5.checkpoints.checkpoint_folders import step_of
-from rosetta_t5.config.changes import changes_since
-from rosetta_t5.config.dry_run import NOT_CHECKED, ResolvedRun, Rows
+from rosetta_t5.config.configuration import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
+from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards

@@ -9,7 +9,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints
 from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
-from rosetta_t5.config.dry_run import Rows
+from rosetta_t5.config.configuration import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
 from rosetta_t5.data.local_copies import local_path

@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from rosetta_t5.config import run_from_command_line
-from rosetta_t5.config.dry_run import ResolvedRun, Rows
-from rosetta_t5.config.trust import add_trust_option
+from rosetta_t5.config.command_line import add_trust_option
+from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.plan.configurations import USABLE, best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step

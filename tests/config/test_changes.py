@@ -5,8 +5,8 @@ from __future__ import annotations
 import gin
 import pytest
 
-from rosetta_t5.config.changes import changes_since
 from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.saved_config import changes_since
 
 BEFORE = """
 from __gin__ import dynamic_registration

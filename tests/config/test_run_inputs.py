@@ -17,7 +17,7 @@ from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders
-from rosetta_t5.config.summary import get_gin_config_str
+from rosetta_t5.config.saved_config import get_gin_config_str
 from rosetta_t5.data import local_copies, quickstart_data
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece

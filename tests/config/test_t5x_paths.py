@@ -8,7 +8,7 @@ import gin
 import pytest
 
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.config.t5x.paths import RECIPES, find_gin_file
+from rosetta_t5.config.t5x_surface import RECIPES, find_gin_file
 
 EVERY_RECIPE = sorted(RECIPES.rglob("*.gin"))
 
@@ -87,7 +87,7 @@ def test_an_absolute_path_is_never_a_recipe(tmp_path):
 
 def test_gins_own_parser_finds_recipes(write, tmp_path, monkeypatch):
   write("runs/small.gin", "STEPS = 2")
-  monkeypatch.setattr("rosetta_t5.config.t5x.paths.RECIPES", tmp_path)
+  monkeypatch.setattr("rosetta_t5.config.t5x_surface.RECIPES", tmp_path)
   gin.parse_config_file("t5x/configs/runs/small.gin")
   assert gin.query_parameter("STEPS/macro.value") == 2
 

@@ -20,7 +20,7 @@ from typing import Any
 import gin
 from gin.config import Configurable
 
-from rosetta_t5.config.t5x.run_functions import RUN_FUNCTION_MODULES
+from rosetta_t5.config.t5x_surface import RUN_FUNCTION_MODULES
 from rosetta_t5.user_errors import ConfigError
 
 # The names in each module that gin may call. Whatever their arguments are, they only compute: none of

@@ -17,8 +17,7 @@ from rosetta_t5.config.language import statements
 from rosetta_t5.config.language.allow_list import check_binding
 from rosetta_t5.config.language.gin_internals import record_imports
 from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
-from rosetta_t5.config.t5x.paths import find_recipe, open_recipe
-from rosetta_t5.config.t5x.retired_arguments import RETIRED_ARGUMENTS
+from rosetta_t5.config.t5x_surface import RETIRED_ARGUMENTS, find_recipe, open_recipe
 from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.

@@ -16,7 +16,7 @@ from gin.config import Configurable
 from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.language.allow_list import check_import
 from rosetta_t5.config.language.statements import Import, read_program
-from rosetta_t5.config.t5x.run_functions import (
+from rosetta_t5.config.t5x_surface import (
   RUN_FUNCTION_MODULES,
   T5X_RUN_ALIASES,
   find_run_function,

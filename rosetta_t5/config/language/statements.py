@@ -11,7 +11,7 @@ from typing import Any
 
 from gin import config_parser
 
-from rosetta_t5.config.t5x.paths import find_gin_file
+from rosetta_t5.config.t5x_surface import find_gin_file
 from rosetta_t5.user_errors import ConfigError, Problems
 
 COMMAND_LINE = "the command line"

@@ -1,16 +1,20 @@
-"""Finds gin files: the user's own first, then the recipes, by their paths or T5X's."""
+"""T5X's paths of gin files, its run functions, its retired arguments, and other installations of it."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import TextIO
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any, TextIO
 
 from rosetta_t5.user_errors import ConfigError, did_you_mean
 
 # The repository's folder gin/: a symbolic link in a checkout, a copy in an installed wheel.
-RECIPES = pathlib.Path(__file__).resolve().parents[2] / "recipes"
+RECIPES = pathlib.Path(__file__).resolve().parents[1] / "recipes"
 
 # Folders by T5X's paths or this repository's, and the folder of RECIPES that contains their files. The
 # first row that has a file wins: T5X keeps a family's runs, models and examples in one folder.
@@ -109,3 +113,72 @@ def _candidates(path: str, search_paths: Sequence[str]) -> Iterator[str]:
   for folder in search_paths:
     for file in pathlib.Path(folder, parent).glob("*.gin"):
       yield str(parent / file.name)
+
+
+# T5X's gin files contain `import __main__ as train_script` and bind `train_script.train`. They mean
+# these functions whatever program runs: a console script, pytest, a notebook, `python -m t5x.main`.
+RUN_FUNCTION_MODULES = {
+  "train": "rosetta_t5.train",
+  "evaluate": "rosetta_t5.eval",
+  "infer": "rosetta_t5.infer",
+  "create_task_from_tfexample_file": "rosetta_t5.data.tasks.file_task",
+  "precompile": "rosetta_t5.precompile",
+  "save": "rosetta_t5.export.saved_model",
+}
+# T5X's names of `__main__`. One of its files uses `train_script` without importing it.
+T5X_RUN_ALIASES = ("train_script", "eval_script", "infer_script")
+# The function of each of T5X's run modes.
+RUN_MODES = {
+  "train": "train",
+  "eval": "evaluate",
+  "infer": "infer",
+  "precompile": "precompile",
+  "export": "save",
+}
+
+
+def find_run_function(name: str) -> Callable[..., Any]:
+  """Returns the function that `__main__.NAME` means: the running program's own, else ours.
+
+  Raises:
+    KeyError: there is no run function of this name.
+  """
+  own = getattr(sys.modules["__main__"], name, None)
+  if callable(own):
+    return own
+  return getattr(importlib.import_module(RUN_FUNCTION_MODULES[name]), name)
+
+
+# Pairs (function or class, argument).
+RETIRED_ARGUMENTS = {
+  # Whether arrays are global: since jax 0.4 all arrays are. T5X's own export.gin still sets False.
+  *(
+    (name, "use_gda")
+    for name in ("RestoreCheckpointConfig", "SaveCheckpointConfig", "train", "evaluate", "infer")
+  ),
+  # The same. T5X's own sparse_upcycle.gin still sets True.
+  ("train", "use_jax_array"),
+  # The number of values that the model's function returns. T5X's own export.gin sets the default, None.
+  ("create_inference_function", "output_len"),
+}
+
+T5X_PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "t5x"
+_REINSTALL = "pip install --force-reinstall --no-deps rosetta-t5"
+
+
+def check_t5x_installation() -> None:
+  """Raises ConfigError if another t5x is imported, or has overwritten this one: gin would use its classes."""
+  spec = importlib.util.find_spec("t5x")
+  locations = [*(spec.submodule_search_locations or ()), spec.origin] if spec else ["no module"]
+  found = pathlib.Path(locations[0] or "").resolve()
+  other = next(iter(metadata.distributions(name="t5x")), None)
+  files = [pathlib.Path(str(file.locate())) for file in (other.files or ())] if other else []
+  if found == T5X_PACKAGE and T5X_PACKAGE not in {file.parent.resolve() for file in files}:
+    return
+  fix = f"remove {found.parent} from PYTHONPATH, or run from a folder without t5x/ or t5x.py"
+  if other:
+    fix = f"pip uninstall {other.metadata['Name']} && {_REINSTALL}"
+  raise ConfigError(
+    f"`import t5x` finds {found}, or files of it, instead of this distribution's package\n"
+    f"  {T5X_PACKAGE}\n  {fix}"
+  )
