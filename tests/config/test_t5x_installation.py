@@ -35,8 +35,9 @@ def test_an_earlier_folder_is_named_with_a_fix(site):
   (site / "t5x/__init__.py").write_text("")
   with pytest.raises(ConfigError) as caught:
     check_t5x_installation()
-  assert f"`import t5x` finds {site}/t5x, or files of it, instead of this distribution's package" in str(
-    caught.value
+  assert (
+    f"`import t5x` finds {site}/t5x, or files of it, instead of this distribution's package"
+    in str(caught.value)
   )
   assert f"remove {site} from PYTHONPATH" in str(caught.value)
 
@@ -51,5 +52,7 @@ def test_an_earlier_distribution_must_be_uninstalled(site):
 
 def test_a_distribution_that_has_overwritten_files_must_be_uninstalled(site):
   _install(site, str(T5X_PACKAGE / "utils.py"))
-  with pytest.raises(ConfigError, match=r"finds .*, or files of it, instead of.*\n.*\n  pip uninstall t5x"):
+  with pytest.raises(
+    ConfigError, match=r"finds .*, or files of it, instead of.*\n.*\n  pip uninstall t5x"
+  ):
     check_t5x_installation()
