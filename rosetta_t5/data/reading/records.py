@@ -262,12 +262,10 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
 
 
 def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:
-  def records() -> Iterator[Record]:
-    for batch in batches:
-      batch.validate(full=True)  # To read a damaged offset would end the process.
-      yield from batch.to_pylist()
-
-  return enumerate(records(), 1)
+  numbers = itertools.count(1)
+  for batch in batches:
+    batch.validate(full=True)  # To read a damaged offset would end the process.
+    yield from ((next(numbers), record) for record in batch.to_pylist())
 
 
 _READERS: Mapping[str, Callable[[str, ReadOptions], Iterator[_Unit]]] = {
