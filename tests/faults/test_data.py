@@ -100,7 +100,7 @@ FAULTS = [
   Fault(
     "one character of the data has changed",
     f"sed -i 's/8 and 8/8 und 8/' rows.jsonl; {_MORE}",
-    expected=r"changed: rows\.jsonl \(other contents of the same size.*ignore_dataset_until=4",
+    expected=r"changed: rows\.jsonl \(other contents\).*ignore_dataset_until=4",
   ),
   Fault(
     "a restart reads other files",
