@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from etils import epath
+
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
@@ -66,14 +68,14 @@ def read_model_settings(
   """
   plain, source = to_plain_tree(arrays), read_source_config(path)
   is_gpt = gpt.POSITIONS in plain
-  file = pathlib.Path(config or pathlib.Path(path).parent / "config.gin")
+  file = epath.Path(config or epath.Path(path).parent / "config.gin")
   if config is not None and not file.exists():
     raise ValueError(f"--config {file}: there is no such file")
   text = ""
   if file.suffix == ".json":
     source = folder.read_config(file)
   elif file.exists() and not folder.is_hugging_face(path):
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_bytes().decode(errors="replace")
   settings: dict[str, Any] | None = None if is_gpt else {}
   if text:
     settings = _run_settings(file, text, "TransformerConfig" if is_gpt else "T5Config")
@@ -82,14 +84,16 @@ def read_model_settings(
   if activations and settings is not None:
     settings["mlp_activations"] = activations
   network = None if settings is None else _make_network(file, plain, settings)
-  is_shifted = is_gpt and network is not None and network.padding_never_follows
-  return ModelSettings(network, is_shifted or bool(_SHIFTED_VOCABULARY.search(text)), source)
+  is_shifted = is_gpt and (
+    getattr(network, "padding_never_follows", False) or bool(_SHIFTED_VOCABULARY.search(text))
+  )
+  return ModelSettings(network, is_shifted, source)
 
 
-def _run_settings(file: pathlib.Path, text: str, name: str) -> dict[str, Any]:
+def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:
   """Returns the fields of a network's config in the run that has written `file`, a config.gin."""
   described = file.with_name(model_file.NAME)
-  if described.exists() and (found := model_file.read_network_config(described)):
+  if described.exists() and (found := model_file.read_network_config(pathlib.Path(described))):
     return found
   settings = {}
   for field, value in re.findall(_BINDING.format(configurable=name), text, re.MULTILINE):
@@ -104,7 +108,7 @@ def _run_settings(file: pathlib.Path, text: str, name: str) -> dict[str, Any]:
 
 
 def _make_network(
-  file: pathlib.Path, arrays: Mapping[str, StoredArray], settings: Mapping[str, Any]
+  file: epath.Path, arrays: Mapping[str, StoredArray], settings: Mapping[str, Any]
 ) -> Any:
   """Returns the network's config: the settings, but the sizes of the weights, whatever a config says.
 

@@ -102,7 +102,8 @@ def verify(
   difference, limit = _difference(before, after)
   if difference > limit:
     raise _conversion_error(difference, limit, "by this project's network")
-  return _OF_NETWORKS.format(tokens=_TARGETS, reason=reason, difference=f"{difference:.1e}")
+  text = f"{difference:.1e}"
+  return _OF_NETWORKS.format(tokens=before.shape[1], reason=reason, difference=text)
 
 
 def _fits(params: int) -> bool:
@@ -159,7 +160,7 @@ def _compare_with_transformers(
     text += f" ({rounding:.1e} in Transformers if its parameters are rounded differently)"
     if difference > _ROUNDING_FACTOR * rounding:
       raise _conversion_error(difference, max(limit, rounding), f"by Transformers {version}")
-  return _OF_TRANSFORMERS.format(tokens=_TARGETS, version=version, difference=text)
+  return _OF_TRANSFORMERS.format(tokens=ours.shape[1], version=version, difference=text)
 
 
 def _transformers_outputs(

@@ -157,7 +157,7 @@ def test_a_converted_folder_is_compared_with_transformers_where_it_is_installed(
   assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "t5x"), "--to", "t5x"]) == 0
   assert cli.main(["convert", str(tmp_path / "t5x"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "logits of 30 tokens, by Transformers " in capsys.readouterr().out
+  assert " tokens, by Transformers " in capsys.readouterr().out
 
 
 def test_a_gpt_folder_converted_to_itself_gives_the_same_logits_in_transformers(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_a_gpt_folder_converted_to_itself_gives_the_same_logits_in_transformers(
   theirs = transformers.GPTNeoForCausalLM(config).eval()
   theirs.save_pretrained(tmp_path / "theirs")
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "logits of 30 tokens, by Transformers " in capsys.readouterr().out
+  assert " tokens, by Transformers " in capsys.readouterr().out
   ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
   ids = torch.arange(60)[None]
   assert torch.equal(ours(ids).logits, theirs(ids).logits)
