@@ -12,7 +12,7 @@ import jax
 
 from rosetta_t5 import checkpoints, config, data, distributed, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
-from rosetta_t5.distributed.preflight import CHANGES_NUMBERS
+from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.computation_summary import describe_computation

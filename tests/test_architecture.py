@@ -18,9 +18,7 @@ RE_EXPORTS = sorted(path for path in (ROOT / "t5x").rglob("*.py") if path.name !
 PACKAGES = (
   "cli",
   "compat",
-  "quickstart",
   "run_report",
-  "doctor",
   "bench",
   "main",
   "train",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import gin
 import pytest
 
-from rosetta_t5 import quickstart
+from rosetta_t5.cli import quickstart
 from rosetta_t5.data import quickstart_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def test_the_quickstart_trains_in_an_empty_folder_and_its_second_call_changes_no
     command = [
       sys.executable,
       "-m",
-      "rosetta_t5.quickstart",
+      "rosetta_t5.cli.quickstart",
       "--gin.TRAIN_STEPS=4",
       "--gin.BATCH_SIZE=8",
     ]

@@ -150,7 +150,7 @@ VERBS = {
     imports_modules=True,
   ),
   "quickstart": Verb(
-    "quickstart:add_arguments",
+    "cli.quickstart:add_arguments",
     "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
     ("", "--gin.TRAIN_STEPS=200"),
     has_flags=True,
@@ -171,7 +171,7 @@ VERBS = {
     ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
   ),
   "doctor": Verb(
-    "doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
+    "cli.doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
   ),
   "completion": Verb(
     "cli.command:completion_arguments",

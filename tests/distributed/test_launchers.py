@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rosetta_t5.distributed.launchers import LaunchInfo, check_coordinator_address, find_launch_info
+from rosetta_t5.distributed.join import LaunchInfo, check_coordinator_address, find_launch_info
 
 SLURM = {
   "SLURM_JOB_ID": "100",

@@ -20,7 +20,7 @@ from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_
 from rosetta_t5.data.reading.files import compare_files, describe_files, digest_of
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import content_digest
-from rosetta_t5.distributed.preflight import check_same
+from rosetta_t5.distributed.coordination import check_same
 
 Facts = dict[str, Any]
 # Descriptions of the changes that make a position invalid, and of those that do not.
