@@ -15,9 +15,8 @@ from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, S
 from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
 from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
-from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
-from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, with_fp8
+from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, describe_computation, with_fp8
 from rosetta_t5.out_of_memory import (
   INITIALIZATION,
   TRAINING,
@@ -34,8 +33,7 @@ from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.actions import ActionMode, BaseAction
-from rosetta_t5.training.hooks import automatic_garbage_collection
+from rosetta_t5.training.actions import ActionMode, BaseAction, automatic_garbage_collection
 from rosetta_t5.training.losses import microbatch_warning
 
 

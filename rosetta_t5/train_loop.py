@@ -30,8 +30,14 @@ from rosetta_t5.telemetry.run_metrics import (
   with_skipped_steps,
 )
 from rosetta_t5.training import BaseTrainer, TrainState
-from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
-from rosetta_t5.training.hooks import Hook, run_due_hooks, stopping_steps
+from rosetta_t5.training.actions import (
+  ActionMode,
+  BaseAction,
+  Hook,
+  run_actions,
+  run_due_hooks,
+  stopping_steps,
+)
 from rosetta_t5.training.losses import METRIC_PER_TOKEN
 
 

@@ -30,9 +30,13 @@ from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
-from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.precision import (
+  TransformerEngineConfig,
+  choose_fp8,
+  describe_computation,
+  with_fp8,
+)
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner

@@ -27,10 +27,9 @@ from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind, time_program
 from rosetta_t5.gpu_program.summary import Summary, as_json, sum_by_source, summarize
-from rosetta_t5.networks.computation_summary import describe_computation
 from rosetta_t5.networks.kernel_choice import KernelChoice
 from rosetta_t5.networks.kernel_measurement import attention_cases, case_program, usable_kernels
-from rosetta_t5.networks.precision import choose_fp8, with_fp8
+from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
 from rosetta_t5.plan.configurations import USABLE

@@ -13,11 +13,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.networks.kernel_choice import KernelChoice, choose_attention_kernel
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.sharding_constraints import dividing_axes
@@ -217,3 +219,32 @@ def _transformer_engine_matmul(recipe: str) -> MakeMatmul:
     return lambda x_NI, w_IO: dot_general(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
 
   return make_matmul
+
+
+def describe_computation(
+  model: Any, fp8: Fp8Choice, measured: KernelChoice | None = None
+) -> str | None:
+  """Returns one line: the activations' type, fp8, the attention kernel and the settings in use.
+
+  Args:
+    model: the model; the result is None unless its module has a config like `T5Config`.
+    fp8: the result of `choose_fp8`.
+    measured: the attention kernel and the reason, if the run has measured the kernels.
+  """
+  config = model.network_config
+  if not hasattr(config, "dtype"):
+    return None
+  kernel = measured or choose_attention_kernel(config)
+  parts = [
+    jnp.dtype(config.dtype).name,
+    f"fp8 {fp8.text}",
+    f"attention by {kernel.name} ({kernel.reason})",
+  ]
+  if getattr(config, "fuse_qkv_params", False):
+    parts.append("fused qkv")
+  if getattr(config, "transpose_batch_sequence", False):
+    parts.append("length before batch")
+  policy = getattr(config, "remat_policy", "none")
+  if policy not in ("none", None):
+    parts.append(f"remat {policy}")
+  return "; ".join(parts)

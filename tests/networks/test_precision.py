@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_1, Bigram, create_state, make_batch, make_model, params_of
 
-from rosetta_t5.networks.computation_summary import describe_computation
-from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.precision import (
+  TransformerEngineConfig,
+  choose_fp8,
+  describe_computation,
+  with_fp8,
+)
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.training import train_step
 
