@@ -31,7 +31,7 @@ from rosetta_t5.bench.train_step import (
   write_result,
 )
 from rosetta_t5.data.objectives.span_corruption import random_spans_helper
-from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
+from rosetta_t5.data.prepared.batch_objectives import corrupt_spans, random_keys
 from rosetta_t5.data.quickstart_data import stdlib_paragraphs
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper

@@ -18,8 +18,8 @@ from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
-from rosetta_t5.data.pipeline.data_facts import facts_of_tasks
-from rosetta_t5.data.pipeline.inference_data import InferenceData
+from rosetta_t5.data.pipeline.data_description import describe_tasks
+from rosetta_t5.data.pipeline.datasets import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
@@ -152,7 +152,6 @@ def infer(
       input_length_buckets=buckets,
       is_scoring=mode == "score",
       limit=data.token_limit(model),
-      dataset_cfg=dataset_cfg,
     ),
     train_state=state,
   )
@@ -166,7 +165,7 @@ def infer(
     "the checkpoint's step": int(state.step),
     # T5X's checkpoints have no manifest.
     "the checkpoint's content": (checkpoints.fingerprint(paths[0]) or paths[0]) if paths else None,
-    "the data": facts_of_tasks(dataset_cfg),
+    "the data": describe_tasks(dataset_cfg),
     "the model": _model_settings(model),
   }
   if buckets:

@@ -132,9 +132,7 @@ def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   assert f"tmp-{TASK}-00000-of-00001 contains the results of an earlier run" in str(error.value)
 
 
-def test_complete_results_of_another_checkpoint_or_model_or_of_other_data_are_refused(
-  scored, run, tmp_path, isolated_registries
-):
+def test_complete_results_of_another_checkpoint_or_model_are_refused(scored, run, tmp_path):
   out = shutil.copytree(scored[0], tmp_path / "out")
   save_checkpoints(tmp_path, [6])
   with pytest.raises(ValueError, match=r"Changed since: .*the checkpoint's values: .*COMPLETED to"):
@@ -148,10 +146,6 @@ def test_complete_results_of_another_checkpoint_or_model_or_of_other_data_are_re
     ValueError, match=r"Changed since: the model\.scale_attn_logits: False → True"
   ):
     run(out, model=scaled)
-  import_seqio().TaskRegistry.remove(TASK)
-  add_task(TASK, [("another question", "another answer"), *PAIRS[1:]])
-  with pytest.raises(ValueError, match=r"Changed since: the data\..*first_examples: .* → "):
-    run(out)
 
 
 @pytest.mark.slow
@@ -223,7 +217,7 @@ def test_an_id_outside_the_vocabulary_is_reported_with_its_place_in_the_data(run
     preprocessors=[],
   )
   try:
-    with pytest.raises(ValueError, match=r"value 5000 .*first example that fails: test, example 3"):
+    with pytest.raises(ValueError, match=r"that begins with example 0 has the value 5000"):
       run(tmp_path, dataset={"mixture_or_task_name": "ids_to_infer"})
   finally:
     seqio.TaskRegistry.remove("ids_to_infer")

@@ -128,7 +128,7 @@ VERBS = {
     ),
   ),
   "prepare": Verb(
-    "data.prepared.prepare_command:add_arguments",
+    "data.prepared.prepare:add_arguments",
     "Tokenize text into indexed shards.",
     (
       "--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",

@@ -1,12 +1,12 @@
 """Data: SeqIO's tasks and mixtures as batches on the devices. TensorFlow is imported on first use."""
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
-from rosetta_t5.data.pipeline.batch_checks import token_limit
-from rosetta_t5.data.pipeline.data_facts import check_same_files
+from rosetta_t5.data.pipeline.data_description import check_same_files
 from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
   get_dataset_inner,
   get_training_eval_datasets,
+  has_metrics,
 )
 from rosetta_t5.data.pipeline.feed import (
   ShardedDatasetIterator,
@@ -16,7 +16,7 @@ from rosetta_t5.data.pipeline.feed import (
   training_feed,
 )
 from rosetta_t5.data.pipeline.first_examples import check_examples
-from rosetta_t5.data.pipeline.seqio_evaluator import has_metrics
+from rosetta_t5.data.pipeline.host_batches import token_limit
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task

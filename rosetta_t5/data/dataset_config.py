@@ -7,15 +7,11 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.distributed.coordination import draw_seed
-
-if TYPE_CHECKING:
-  import seqio
-  import tensorflow as tf
-
 
 # The modules that may be imported; None for all.
 _importable: Container[str] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5 import data, distributed, terminal
-from rosetta_t5.data.pipeline.batch_iterators import as_batch_iterator
+from rosetta_t5.data.pipeline.host_batches import as_batch_iterator
 from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
 from rosetta_t5.inference.sample_predictions import HeldOutSampler, Row, Sample
 from rosetta_t5.parallel import BasePartitioner

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.batch_checks import TokenLimit, check_ids
-from rosetta_t5.data.pipeline.error_locations import naming_example
+from rosetta_t5.data.pipeline.host_batches import TokenLimit, check_ids
 from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import params_to_evaluate
@@ -41,7 +39,6 @@ def get_infer_fn(
   input_length_buckets: Sequence[int] | None = (),
   is_scoring: bool = False,
   limit: TokenLimit | None = None,
-  dataset_cfg: DatasetConfig | None = None,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).
 
@@ -59,7 +56,6 @@ def get_infer_fn(
     is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
       decoder-only model then apply to inputs and targets together.
     limit: the limit of the model's token ids.
-    dataset_cfg: the data, in which the location of an id beyond the limit is searched for.
 
   Returns:
     `f(ds, train_state, rng=None)`. `ds` yields pairs (index, example), as `Dataset.enumerate()` does,
@@ -111,8 +107,7 @@ def get_infer_fn(
     mutables = train_state.flax_mutables if takes_mutables else None
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
-      with naming_example(dataset_cfg, lambda example: check_ids(example, "", limit)):
-        check_ids(batch, f"the batch that begins with example {index_B[0]}", limit)
+      check_ids(batch, f"the batch that begins with example {index_B[0]}", limit)
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)

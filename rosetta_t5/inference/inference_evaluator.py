@@ -17,7 +17,7 @@ from etils import epath
 
 from rosetta_t5 import data, terminal
 from rosetta_t5.checkpoints.saved_items import get_local_data
-from rosetta_t5.data.pipeline.seqio_evaluator import make_evaluator
+from rosetta_t5.data.pipeline.datasets import make_evaluator
 from rosetta_t5.distributed import until_interrupted
 from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
@@ -77,7 +77,6 @@ class InferenceEvaluator:
       partitioner=partitioner,
       input_length_buckets=check_buckets(input_length_buckets, model),
       limit=data.token_limit(model),
-      dataset_cfg=infer_eval_dataset_cfg,
     )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
     self._infer_fns: dict[str, InferFn] = {}

@@ -20,7 +20,7 @@ from etils import epath
 
 from rosetta_t5 import files
 from rosetta_t5.argument_types import check_one_of
-from rosetta_t5.data.pipeline.data_facts import compare_facts
+from rosetta_t5.data.pipeline.data_description import compare_descriptions
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.files import read_json_object
@@ -211,7 +211,7 @@ def check_same_settings(
   Raises:
     ValueError: the settings differ.
   """
-  changes, _ = compare_facts(read_json_object(file), json.loads(json.dumps(settings)))
+  changes, _ = compare_descriptions(read_json_object(file), json.loads(json.dumps(settings)))
   if changes:
     raise ValueError(
       f"{os.fspath(to_remove).removesuffix(COMPLETED)} contains the results of an earlier run. Changed "

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.data.pipeline.batch_checks import token_limit
-from rosetta_t5.data.pipeline.inference_data import iterate_chunks
+from rosetta_t5.data.pipeline.datasets import iterate_chunks
+from rosetta_t5.data.pipeline.host_batches import token_limit
 from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.lost_text import count_unknown

@@ -86,7 +86,7 @@ def _check_dataset(plan: Any, cfg: Any) -> None:
   """Checks all of a dataset that can be checked without reading an example."""
   provider = find_task_or_mixture(cfg)
   if isinstance(provider, PreparedTask):
-    provider.batches(cfg, 0, 1, 0)
+    provider.batch_sequence(cfg, 0, 1, 0)
   else:
     check_cached(cfg, provider)
     _check_files(plan, cfg, provider)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data.pipeline.batch_checks import (
+from rosetta_t5.data.pipeline.host_batches import (
   TokenLimit,
   check_has_target,
   check_ids,

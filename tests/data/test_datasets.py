@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, get_training_eval_datasets
+from rosetta_t5.data.pipeline.task_lookup import naming_data
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]
@@ -66,13 +67,6 @@ def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_
     ValueError, match=r"^Batch size \(7\) .* shards \(3\)\. Set BATCH_SIZE .* 6 or 9"
   ):
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
-
-
-def test_a_batch_larger_than_the_memory_is_refused(
-  add_task: Callable[..., str], config: Config, converter: Any
-) -> None:
-  with pytest.raises(ValueError, match=r"A batch of 1,000,000,000,000 examples .* smaller BATCH_S"):
-    get_dataset(config(add_task(LINES), batch_size=10**12), 0, 1, converter)
 
 
 def test_training_data_repeats_forever(
@@ -324,3 +318,29 @@ def test_a_task_without_the_requested_cache_is_refused_with_what_to_set(
   name = add_task(LINES)
   with pytest.raises(ValueError, match=f"'{name}' has no offline cache.*USE_CACHED_TASKS = False"):
     get_dataset(config(name, use_cached=True), 0, 1, converter)
+
+
+def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathlib.Path) -> None:
+  tf = import_tensorflow()
+  path = str(tmp_path / "my records")
+  with tf.io.TFRecordWriter(path) as writer:
+    writer.write(b"12345678")
+  content = bytearray((tmp_path / "my records").read_bytes())
+  content[14] ^= 255
+  (tmp_path / "my records").write_bytes(content)
+  cfg = DatasetConfig("records", None, "train", 1, shuffle=False, seed=0)
+  with (
+    pytest.raises(
+      ValueError,
+      match=r"^the data of the task 'records' cannot be read: corrupted record at 12\. R",
+    ),
+    naming_data(cfg),
+  ):
+    list(tf.data.TFRecordDataset(path))
+  with (
+    pytest.raises(
+      ValueError, match=rf"^the data cannot be read: {path}2; No such file .*\. Restore"
+    ),
+    naming_data(None),
+  ):
+    list(tf.data.TFRecordDataset(f"{path}2"))

@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from absl import logging
 
 from rosetta_t5.argument_types import PositiveNumber, Rate
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
-
-if TYPE_CHECKING:
-  import seqio
-  import tensorflow as tf
 
 # The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
 _MAX_CHUNK_LENGTH = 65536
@@ -143,7 +139,6 @@ def select_random_chunk(
   dataset: tf.data.Dataset, names: Sequence[str] = ("targets",)
 ) -> tf.data.Dataset:
   """Keeps the features `names`, and only a random chunk of documents with more than 65,536 tokens."""
-  tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
   def select(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
@@ -159,7 +154,6 @@ def select_random_chunk(
 
 def reduce_concat_tokens(dataset: tf.data.Dataset) -> tf.data.Dataset:
   """Joins every 128 documents into one, so that few short segments remain after cutting."""
-  tf = import_tensorflow()
 
   def join(tokens: Any) -> dict[str, Any]:
     return {"targets": tf.boolean_mask(tokens, tokens != 0)}
@@ -171,7 +165,6 @@ def reduce_concat_tokens(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.data.Dataset:
   """Cuts each document into segments of `max_tokens_per_segment` tokens; the last may be shorter."""
-  tf, seqio = import_tensorflow(), import_seqio()
 
   @seqio.map_over_dataset(num_seeds=1)
   def add_starts(example: Mapping[str, Any], seed: Any) -> tuple[Mapping[str, Any], Any]:
@@ -196,7 +189,6 @@ def denoise(
   input_feature_key: str,
 ) -> tf.data.Dataset:
   """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
-  tf, seqio = import_tensorflow(), import_seqio()
   vocabulary = output_features["targets"].vocabulary
   inputs_feature = output_features.get(input_feature_key)
   if inputs_feature is not None and inputs_feature.vocabulary != vocabulary:
@@ -231,7 +223,6 @@ def random_spans_noise_mask(
   minimum of one token and one span. Kept and dropped spans alternate, starting with a kept span. All
   such masks are equally likely.
   """
-  tf = import_tensorflow()
   if noise_density == 0.0:
     return tf.zeros([length], tf.bool)
   total = tf.maximum(length, 2)  # for one kept and one dropped token; cut to `length` at the end
@@ -247,7 +238,6 @@ def random_spans_noise_mask(
 
 def _random_parts(total: Any, parts: Any, seed: Any) -> Any:
   """Splits `total` into `parts` random positive integers by drawing parts - 1 cut positions."""
-  tf, seqio = import_tensorflow(), import_seqio()
   is_cut = seqio.stateless_shuffle(tf.range(total - 1) < parts - 1, seed)
   cuts = tf.cast(tf.where(is_cut)[:, 0], tf.int32) + 1
   ends = tf.concat([cuts, [total]], axis=0)
@@ -262,7 +252,6 @@ def noise_span_to_unique_sentinel(tokens: Any, noise_mask: Any, vocabulary: Any)
     noise_mask: bool [length].
     vocabulary: the vocabulary whose last ids are the sentinels.
   """
-  tf = import_tensorflow()
   before = tf.concat([[False], noise_mask[:-1]], axis=0)
   is_first = noise_mask & ~before
   sentinels = vocabulary.vocab_size - tf.cumsum(tf.cast(is_first, tokens.dtype))
@@ -270,4 +259,4 @@ def noise_span_to_unique_sentinel(tokens: Any, noise_mask: Any, vocabulary: Any)
 
 
 def _drop_empty(dataset: tf.data.Dataset) -> tf.data.Dataset:
-  return dataset.filter(lambda example: import_tensorflow().size(example["targets"]) > 0)
+  return dataset.filter(lambda example: tf.size(example["targets"]) > 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.data.objectives.span_corruption import (
   reduce_concat_tokens,
@@ -20,10 +20,7 @@ from rosetta_t5.data.objectives.span_corruption import (
   span_corruption,
   split_tokens,
 )
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-
-if TYPE_CHECKING:
-  import tensorflow as tf
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "seq2seq", "ul2")
 
@@ -75,7 +72,6 @@ def objective_preprocessors(
   }
   if denoiser is not None:
     stages["ul2"] = [functools.partial(denoise_with_mode, denoiser=denoiser)]
-  seqio = import_seqio()
   return [
     seqio.preprocessors.tokenize,
     seqio.CacheDatasetPlaceholder(),
@@ -101,7 +97,6 @@ def prefix_lm(
     density: mean fraction of the text that becomes the targets. The fraction is drawn uniformly
       between 0 and twice this mean; None cuts at any position.
   """
-  tf, seqio = import_tensorflow(), import_seqio()
   limits = {
     name: sequence_length[name] - output_features[name].add_eos for name in ("inputs", "targets")
   }
@@ -138,7 +133,6 @@ def causal_lm(
   dataset: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, Any]
 ) -> tf.data.Dataset:
   """Appends an end token to each document, joins the documents and cuts them into full targets."""
-  tf = import_tensorflow()
   feature = output_features["targets"]
 
   def append_end(example: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +151,6 @@ def denoise_with_mode(
   denoiser: Denoiser,
 ) -> tf.data.Dataset:
   """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
-  tf = import_tensorflow()
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
   if denoiser.mean_length is None:
     dataset = prefix_lm(dataset, sequence_length, output_features, len(mode), denoiser.density)

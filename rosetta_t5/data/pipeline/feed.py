@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +18,23 @@ from jax.sharding import NamedSharding
 
 from rosetta_t5 import terminal
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.batch_checks import (
+from rosetta_t5.data.pipeline.data_description import (
+  Description,
+  compare_descriptions,
+  describe_data,
+)
+from rosetta_t5.data.pipeline.host_batches import (
   TokenLimit,
+  as_batch_iterator,
   check_has_target,
   check_ids,
   token_limit,
 )
-from rosetta_t5.data.pipeline.batch_iterators import StepIndexedIterator, as_batch_iterator
-from rosetta_t5.data.pipeline.data_facts import Facts, compare_facts, data_facts
-from rosetta_t5.data.pipeline.error_locations import naming_example, naming_files
+from rosetta_t5.data.pipeline.task_lookup import naming_data
+from rosetta_t5.data.prepared.prepared_batches import PreparedIterator
 from rosetta_t5.data.reading import BadExamples
-
-if TYPE_CHECKING:
-  import tensorflow as tf
-
-  from rosetta_t5.parallel.partitioner import BasePartitioner, DataLayout
+from rosetta_t5.data.tensorflow_import import tf
+from rosetta_t5.parallel.partitioner import BasePartitioner, DataLayout
 
 HostBatch = Mapping[str, np.ndarray]
 GlobalBatch = dict[str, jax.Array]
@@ -50,7 +52,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     iterator: the source of host batches.
     is_shard_independent: whether any number of hosts can restore the position, which is then a step
       number.
-    batches_handed_out: the number of batches yielded, including those before a restore.
+    batches_yielded: the number of batches yielded, including those before a restore.
   """
 
   def __init__(
@@ -72,14 +74,13 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       check: raises an error for a batch that must not be used; None accepts every batch.
     """
     self.iterator = iterator
-    self.is_shard_independent = isinstance(iterator, StepIndexedIterator)
+    self.is_shard_independent = isinstance(iterator, PreparedIterator)
     self._global_shapes = dict(global_shapes)
     self._dataset_cfg, self._check = dataset_cfg, check
     self._sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-    self._pending: collections.deque[tuple[Future[HostBatch], Future[GlobalBatch]]]
-    self._pending = collections.deque()
-    self.batches_handed_out = 0
+    self._pending = collections.deque[tuple[Future[HostBatch], Future[GlobalBatch]]]()
+    self.batches_yielded = 0
 
   def __next__(self) -> GlobalBatch:
     """Returns the next batch. An error from reading it is raised here."""
@@ -87,7 +88,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     try:
       batch = self._pending.popleft()[1].result()
     except StopIteration:
-      if self.batches_handed_out:
+      if self.batches_yielded:
         raise
       batch_size = next(iter(self._global_shapes.values()))[0]
       raise ValueError(
@@ -95,18 +96,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "has fewer examples than one batch. Check its files, or set a smaller BATCH_SIZE "
         "(DatasetConfig.batch_size)."
       ) from None
-    self.batches_handed_out += 1
+    self.batches_yielded += 1
     return batch
-
-  def peek(self) -> GlobalBatch:
-    """Returns the batch that `next` will return."""
-    self._submit_reads(1)
-    return self._pending[0][1].result()
-
-  def peek_async(self) -> Future[GlobalBatch]:
-    """Returns a future of the batch that `next` will return."""
-    self._submit_reads(1)
-    return self._pending[0][1]
 
   def start_prefetching(self) -> None:
     """Reads ahead in the background, so that the first batch is ready when the step is."""
@@ -120,7 +111,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._pending.append((host_batch, self._thread.submit(self._check_and_transfer, host_batch)))
 
   def _read(self) -> HostBatch:
-    with naming_files(self._dataset_cfg):
+    with naming_data(self._dataset_cfg):
       batch = next(self.iterator)
     return {name: np.asarray(batch[name]) for name in self._global_shapes}
 
@@ -153,24 +144,24 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     "data/bad_examples" if this process has skipped some.
     """
     measures: dict[str, float] = {}
-    if isinstance(self.iterator, StepIndexedIterator):
-      measures |= self.iterator.measures(self.batches_handed_out)
+    if isinstance(self.iterator, PreparedIterator):
+      measures |= self.iterator.measures(self.batches_yielded)
     if bad := BadExamples.total_in_process:
       measures["data/bad_examples"] = float(bad)
     return measures
 
   @functools.cached_property
-  def _facts(self) -> Facts | None:
+  def _description(self) -> Description | None:
     """What the feed reads, as it is when the first position is saved or restored."""
     cfg = self._dataset_cfg
-    return None if cfg is None else data_facts(cfg, self.iterator)
+    return None if cfg is None else describe_data(cfg, self.iterator)
 
   def reset(self) -> None:
     """Returns to the first batch."""
     self._wait_for_reads()
     self._pending.clear()
     self.iterator.reset()
-    self.batches_handed_out = 0
+    self.batches_yielded = 0
 
   def save(self, filename: str | epath.Path) -> None:
     """Writes this process's position: the source's to `filename`, the feed's to `filename.feed`.
@@ -181,7 +172,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     """
     prefetched = self._wait_for_reads()
     try:
-      if isinstance(self.iterator, StepIndexedIterator):
+      if isinstance(self.iterator, PreparedIterator):
         self.iterator.save(filename, steps_back=len(prefetched))
         prefetched = []
       else:
@@ -195,9 +186,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
         "outside of tf.data (tf.py_function, from_generator)."
       ) from error
-    state = {
-      "data": self._facts,
-      "batches_handed_out": self.batches_handed_out,
+    state = {  # The names are those of older versions.
+      "data": self._description,
+      "batches_handed_out": self.batches_yielded,
       "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
     _feed_file(filename).write_bytes(serialization.msgpack_serialize(state))
@@ -221,15 +212,15 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "was saved with another task, batch size or data folder, undo that change"
       ) from error
     self._pending.clear()
-    self.batches_handed_out = int(state.get("batches_handed_out", self.batches_handed_out))
+    self.batches_yielded = int(state.get("batches_handed_out", self.batches_yielded))
     for _, host_batch in sorted(state.get("drawn_ahead", {}).items()):
       read: Future[HostBatch] = Future()
       read.set_result(host_batch)
       self._add_pending(read)
 
-  def _compare_data(self, stored: Facts | None, filename: str | epath.Path) -> None:
+  def _compare_data(self, stored: Description | None, filename: str | epath.Path) -> None:
     """Raises ValueError if a position was saved with other data than the feed reads."""
-    if self._facts is None:
+    if self._description is None:
       return
     if stored is None:
       terminal.print_line(
@@ -237,18 +228,15 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "saved it), so changes of the data cannot be detected"
       )
       return
-    changes, notes = compare_facts(stored, self._facts)
+    changes, notes = compare_descriptions(stored, self._description)
     if changes:
       raise ValueError(
         f"the training data has changed since the position {filename} was saved:\n"
         + "".join(f"  {change}\n" for change in changes)
         + "Undo the change to continue with the next example"
       )
-    if notes:
-      more = f" (and {len(notes) - 1} more)" if notes[1:] else ""
-      terminal.print_line(
-        f"note     the training data is the same in another place: {notes[0]}{more}"
-      )
+    for note in notes:
+      terminal.print_line(f"note     the training data is the same in another place: {note}")
 
   def _wait_for_reads(self) -> list[HostBatch]:
     """Waits until the thread is idle, and returns the batches that it has read.
@@ -319,11 +307,9 @@ def prepare_train_iter(
   name = f"the task '{dataset_cfg.name}'" if dataset_cfg else "the training data"
 
   def check(batch: HostBatch) -> None:
-    with naming_example(dataset_cfg, lambda example: check_ids(example, name, limit)):
-      check_ids(batch, name, limit)
+    check_ids(batch, name, limit)
     if is_training and data_layout.num_shards == 1:  # Other hosts may have the batch's targets.
-      with naming_example(dataset_cfg, lambda example: check_has_target(example, name)):
-        check_has_target(batch, name)
+      check_has_target(batch, name)
 
   source = as_batch_iterator(train_iter)
   shapes = {

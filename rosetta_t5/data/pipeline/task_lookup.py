@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import traceback
+import glob
+import re
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
-from rosetta_t5.data.seqio_internals import (
-  passthrough_features,
-  tfds_data_dir_override,
-)
+from rosetta_t5.data.prepared import PreparedTask
+from rosetta_t5.data.reading import unwrap_reader_errors
+from rosetta_t5.data.seqio_internals import passthrough_features, tfds_data_dir_override
 from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.user_errors import reason_of
 
-if TYPE_CHECKING:
-  import seqio
-  import tensorflow as tf
+# The errors of TensorFlow about files that are damaged, missing or not readable.
+_FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
 
 
 def find_task_or_mixture(cfg: DatasetConfig) -> Any:
@@ -36,7 +37,7 @@ def find_task_or_mixture(cfg: DatasetConfig) -> Any:
   register(cfg.name)
   if cfg.name not in registered_names():
     raise ValueError(_unknown_task_message(cfg, {*registered_names(), *TASKS}))
-  return import_seqio().get_mixture_or_task(cfg.name)
+  return seqio.get_mixture_or_task(cfg.name)
 
 
 def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> Any:
@@ -95,8 +96,7 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
   try:
     splits = sorted(provider.splits)
   except Exception as error:
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    if not any(f.f_globals.get("__name__", "").startswith("tensorflow_datasets.") for f in frames):
+    if not isinstance(getattr(provider, "source", None), seqio.TfdsDataSource):
       raise
     folder = tfds_data_dir_override() or "the folder of TensorFlow Datasets"
     raise ValueError(
@@ -119,7 +119,7 @@ def check_cached(cfg: DatasetConfig, provider: Any) -> None:
   """
   if not cfg.use_cached:
     return
-  missing = [task.name for task in import_seqio().get_subtasks(provider) if not task.cache_dir]
+  missing = [task.name for task in seqio.get_subtasks(provider) if not task.cache_dir]
   if missing:
     raise ValueError(
       f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
@@ -134,15 +134,19 @@ def has_split(provider: Any, split: str) -> bool:
   A source of files has whole splits only.
   """
   source = getattr(provider, "source", None)
-  reads_files = isinstance(source, import_seqio().FileDataSource)
+  reads_files = isinstance(source, seqio.FileDataSource)
   if not getattr(source, "reads_parts", not reads_files):
     return split in provider.splits
   return all(part.split("[")[0] in provider.splits for part in split.split("+"))
 
 
 def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
-  """Returns the task, or the mixture's tasks, if they have the split; caches have their own splits."""
-  tf, seqio = import_tensorflow(), import_seqio()
+  """Returns the task, or the mixture's tasks, if they have the split; caches have their own splits.
+
+  Prepared data has no tasks of SeqIO's.
+  """
+  if isinstance(provider, PreparedTask):
+    return []
 
   def has_split_to_read(task: Any) -> bool:
     if not (cfg.use_cached and task.cache_dir):
@@ -198,3 +202,31 @@ def _check_types(cfg: DatasetConfig, provider: Any, converter: seqio.FeatureConv
         f"{feature.dtype.name}: write seqio.Feature(..., dtype=tf.{spec.dtype.name}), and convert the "
         f"values in a preprocessor with tf.cast(..., tf.{spec.dtype.name})."
       )
+
+
+def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
+  """Returns the files that a task reads: its source's, or those of its offline cache."""
+  if not cfg.use_cached:
+    return list(map(str, task.source.list_shards(cfg.split)))
+  prefix = seqio.utils.get_cached_tfrecord_prefix(task.cache_dir, cfg.split)
+  return sorted(glob.glob(f"{glob.escape(prefix)}*"))
+
+
+@contextlib.contextmanager
+def naming_data(cfg: DatasetConfig | None) -> Iterator[None]:
+  """Inside the `with`, errors about data files become ValueErrors that name the file, or the task.
+
+  Args:
+    cfg: the data that is read; None if it is not known.
+  """
+  try:
+    with unwrap_reader_errors():
+      yield
+  except Exception as error:
+    if type(error).__name__ not in _FILE_ERRORS:
+      raise
+    reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
+    data = f"the data of the task '{cfg.name}'" if cfg else "the data"
+    raise ValueError(
+      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern"
+    ) from error

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-
-if TYPE_CHECKING:
-  import seqio
-  import tensorflow as tf
+from rosetta_t5.data.tensorflow_import import seqio, tf
 
 Example = str | Mapping[str, str]
 
 
 def default_preprocessors() -> list[Callable[..., tf.data.Dataset]]:
   """Returns SeqIO's tokenize and append_eos."""
-  preprocessors = import_seqio().preprocessors
-  return [preprocessors.tokenize, preprocessors.append_eos]
+  return [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
 
 
 def get_dataset_from_natural_text_examples(
@@ -39,7 +34,6 @@ def get_dataset_from_natural_text_examples(
   Raises:
     ValueError: an example has another form, or a feature is missing or has the wrong type.
   """
-  tf = import_tensorflow()
   pairs = [_input_and_target(example) for example in examples]
   dataset = tf.data.Dataset.from_tensor_slices(
     {
@@ -53,7 +47,7 @@ def get_dataset_from_natural_text_examples(
     accepted = inspect.signature(preprocess).parameters
     dataset = preprocess(dataset, **{name: x for name, x in options.items() if name in accepted})
   _check_features(dataset, features)
-  dataset = import_seqio().utils.trim_dataset(dataset, task_feature_lengths, features)
+  dataset = seqio.utils.trim_dataset(dataset, task_feature_lengths, features)
   return dataset.prefetch(tf.data.AUTOTUNE)
 
 
@@ -106,7 +100,7 @@ def get_batches_from_seqio(
   Raises:
     ValueError: there are too few examples.
   """
-  dataset = import_seqio().get_mixture_or_task(task_or_mixture_name)
+  dataset = seqio.get_mixture_or_task(task_or_mixture_name)
   dataset = dataset.get_dataset(sequence_length=sequence_length, split=split, **get_dataset_kwargs)
   suffix = "_pretokenized" if get_pretokenized_examples else ""
   examples = [
@@ -145,7 +139,6 @@ def get_seqio_task_from_examples(
     metric_fns: the task's metrics.
     add_to_registry: False returns the registered task of this name instead.
   """
-  seqio = import_seqio()
 
   def dataset_fn(split: str, shuffle_files: bool = False, seed: int | None = None) -> Any:
     return get_dataset_from_natural_text_examples(examples, [], {}, {})

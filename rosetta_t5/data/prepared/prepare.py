@@ -1,7 +1,8 @@
-"""Tokenizes files into shards, in parallel. A call that was killed can be repeated to finish it."""
+"""`rosetta-t5 prepare`: tokenizes files into shards, in parallel. A call that was killed can be repeated to finish it."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -11,30 +12,43 @@ import os
 import pathlib
 import re
 import signal
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, wait
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from typing import Any
 
 from rosetta_t5 import manifest as file_manifest
+from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import local_path
-from rosetta_t5.data.prepared.shard_job import SPLITS, ShardJob, run_job
+from rosetta_t5.data.prepared.shard_job import MANIFEST, SPLITS, VOCABULARY, ShardJob, run_job
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
+from rosetta_t5.data.reading.examples import POLICIES
+from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
+from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import exclusive_output, read_json_object, write_atomically
 
-MANIFEST = "manifest.json"
-VOCABULARY = "vocabulary.model"
 _MAX_SHARD_BYTES = 256 << 20
 _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
-# The files that a call writes, in `out`; those of a killed call have the names of `unfinished_path`.
+# The files that a call writes; those of a killed call have the names of `unfinished_path`.
 _OWN_FILES = re.compile(
-  r"(\.?(train|validation)-\d+-of-\d+\.(array_record|ends\.npy)|shards/\.?\d+\.(json|progress)"
-  r"|\.?(manifest|checksums)\.json|\.?vocabulary\.model)(\.\d+)?"
+  r"\.?((train|validation)-\d+-of-\d+\.(array_record|ends\.npy)|\d+\.(json|progress)"
+  r"|(manifest|checksums)\.json|vocabulary\.model)(\.\d+)?"
 )
+_GIN_FILE = """\
+In a gin file:
 
-Facts = Mapping[str, Any]
+from __gin__ import dynamic_registration
+from rosetta_t5 import data
+
+MIXTURE_OR_TASK_NAME = @data.prepared_task()
+data.prepared_task.folders = {folder!r}
+"""
+
+Summary = Mapping[str, Any]  # what `run_job` returns
 Progress = Callable[[int, int, int, int], None]
 
 
@@ -46,7 +60,7 @@ def prepare(
   text: str = "text",
   validation_percent: float = 1.0,
   append_end: bool = False,
-  layout: ReadOptions = DEFAULT_OPTIONS,
+  read_options: ReadOptions = DEFAULT_OPTIONS,
   on_bad_example: str = "skip",
   workers: int | None = None,
   executor: Executor | None = None,
@@ -65,12 +79,12 @@ def prepare(
     validation_percent: percentage of the documents, chosen by the hash of their text, that become
       the validation split.
     append_end: whether to append an end token to each document (for causal language models).
-    layout: format, columns and text unit of the files.
+    read_options: format, columns and text unit of the files.
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     workers: number of processes; None for one per core.
     executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
-    progress: called at least twice a second with the number of completed shards, of all shards, and
-      of the documents and bytes of text that have been tokenized.
+    progress: called after each shard with the number of completed shards, of all shards, and of the
+      documents and bytes of text in the completed ones.
 
   Raises:
     ValueError: there is no file or no document, the vocabulary is not valid, `out` contains
@@ -95,7 +109,7 @@ def prepare(
       out=str(folder),
       vocabulary=str(folder / VOCABULARY),
       vocabulary_sha256=hashlib.sha256(model).hexdigest(),
-      layout=layout,
+      read_options=read_options,
       on_bad_example=on_bad_example,
       **settings,
     )
@@ -139,16 +153,10 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   ]
 
 
-def _list_files(folder: pathlib.Path) -> list[tuple[pathlib.Path, str]]:
-  """Returns what is in the folder and in its folder `shards`, with names relative to the folder."""
-  paths = (*folder.glob("*"), *folder.glob("shards/*"))
-  return [(path, path.relative_to(folder).as_posix()) for path in paths if path.name != "shards"]
-
-
 def _check_files(folder: pathlib.Path) -> None:
   """Raises ValueError if the folder contains anything that `prepare` does not write."""
-  found = _list_files(folder)
-  foreign = sorted(n for path, n in found if path.is_fifo() or not _OWN_FILES.fullmatch(n))
+  names = sorted(path.name for path in folder.glob("*") if path.name != "shards")
+  foreign = [name for name in names if not _OWN_FILES.fullmatch(name)]
   if foreign:
     raise ValueError(
       f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
@@ -177,10 +185,10 @@ def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None
   """Removes the shards of calls with another number of shards, and what killed calls have left."""
   tokens = [job.file(split) for job in jobs for split in SPLITS]
   indices = [path.with_suffix(".ends.npy") for path in tokens]
-  facts = [job.facts_file for job in jobs]
-  kept = {VOCABULARY, *(path.name for path in (*tokens, *indices, *facts))}
-  for path, name in _list_files(folder):
-    if path.name not in kept and _OWN_FILES.fullmatch(name):
+  summaries = [job.summary_file for job in jobs]
+  kept = {VOCABULARY, *(path.name for path in (*tokens, *indices, *summaries))}
+  for path in (*folder.glob("*"), *folder.glob("shards/*")):
+    if path.name not in kept and _OWN_FILES.fullmatch(path.name):
       path.unlink()
 
 
@@ -192,7 +200,8 @@ def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
 
 
 def _end_with_parent() -> None:
-  """Ends this process when its parent is killed, so that it does not write shards of a later call."""
+  """Ends this process when its parent ends, so that it does not write shards of a later call."""
+  signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent.
   parent = multiprocessing.parent_process()
   assert parent is not None
 
@@ -203,20 +212,20 @@ def _end_with_parent() -> None:
   threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Facts]:
-  """Runs the jobs whose shards are not complete, largest first, and returns the facts of all."""
-  done = {job.number: facts for job in jobs if (facts := job.stored_facts())}
+def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Summary]:
+  """Runs the jobs whose shards are not complete, largest first, and returns the summaries of all."""
+  done = {job.number: summary for job in jobs if (summary := job.stored_summary())}
   incomplete = [job for job in jobs if job.number not in done]
-  incomplete.sort(key=lambda job: job.input_bytes, reverse=True)
-  with _new_processes_ignore_ctrl_c():
-    pending = {executor.submit(run_job, job): job for job in incomplete}
+  incomplete.sort(key=lambda job: sum(size for _, size, _ in job.files), reverse=True)
+  pending = {executor.submit(run_job, job): job.number for job in incomplete}
   try:
-    while pending:
-      ended, _ = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED")
-      for future in ended:
-        done[pending.pop(future).number] = future.result()
+    for future in as_completed(pending):
+      done[pending[future]] = future.result()
       if progress is not None:
-        progress(len(done), len(jobs), *_count_documents(done.values(), pending.values()))
+        splits = [split for summary in done.values() for split in summary["splits"].values()]
+        documents = sum(split["documents"] for split in splits)
+        text_bytes = sum(summary["text_bytes"] for summary in done.values())
+        progress(len(done), len(jobs), documents, text_bytes)
   except BaseException:
     for future in pending:
       future.cancel()
@@ -224,29 +233,8 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
   return [done[job.number] for job in jobs]
 
 
-@contextlib.contextmanager
-def _new_processes_ignore_ctrl_c() -> Iterator[None]:
-  """Blocks SIGINT in processes that start inside the `with`; this one handles Ctrl-C and ends them."""
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-  try:
-    yield
-  finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _count_documents(done: Iterable[Facts], running: Iterable[ShardJob]) -> tuple[int, int]:
-  """Returns the documents and bytes of text that have been tokenized so far."""
-  documents = sum(split["documents"] for facts in done for split in facts["splits"].values())
-  text_bytes = sum(facts["text_bytes"] for facts in done)
-  for job in running:
-    with contextlib.suppress(OSError, ValueError):
-      job_documents, job_bytes = map(int, job.progress_file.read_text().split())
-      documents, text_bytes = documents + job_documents, text_bytes + job_bytes
-  return documents, text_bytes
-
-
-def _manifest(job: ShardJob, vocabulary_size: int, shards: Sequence[Facts]) -> dict[str, Any]:
-  splits = {split: _split_facts(shards, split) for split in SPLITS}
+def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str, Any]:
+  splits = {split: _split_entry(shards, split) for split in SPLITS}
   sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
   bad_examples = _sum_counts(shard["bad_examples"] for shard in shards)
   first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
@@ -258,8 +246,7 @@ def _manifest(job: ShardJob, vocabulary_size: int, shards: Sequence[Facts]) -> d
     )
   return {
     "format": 1,
-    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": vocabulary_size},
-    "bytes_a_token": 2 if vocabulary_size <= 1 << 16 else 4,
+    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
     "text": job.text,
     "append_end": job.append_end,
     "validation_percent": job.validation_percent,
@@ -276,12 +263,110 @@ def _sum_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
   return sum(map(Counter, counts), Counter())
 
 
-def _split_facts(shards: Sequence[Facts], split: str) -> dict[str, Any]:
-  facts = [shard["splits"][split] for shard in shards if split in shard["splits"]]
-  lengths = _sum_counts(shard["lengths"] for shard in facts)
+def _split_entry(shards: Sequence[Summary], split: str) -> dict[str, Any]:
+  entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
+  lengths = _sum_counts(entry["lengths"] for entry in entries)
   return {
-    "documents": sum(shard["documents"] for shard in facts),
-    "tokens": sum(shard["tokens"] for shard in facts),
+    "documents": sum(shard["documents"] for shard in entries),
+    "tokens": sum(shard["tokens"] for shard in entries),
     "lengths": dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
-    "shards": [{k: v for k, v in shard.items() if k != "lengths"} for shard in facts],
+    "shards": [{k: v for k, v in shard.items() if k != "lengths"} for shard in entries],
   }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 prepare`."""
+  add = parser.add_argument
+  add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
+  add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
+  add(
+    "--out",
+    type=terminal.machine_path,
+    required=True,
+    metavar="DIR",
+    help="the folder to write; a new one",
+  )
+  add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
+  add(
+    "--workers", type=terminal.positive_integer, help="number of processes; one per core by default"
+  )
+  add(
+    "--validation-percent",
+    type=terminal.percentage,
+    default=1.0,
+    help="size of the validation split",
+  )
+  add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
+  add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
+  add("--columns", nargs="+", help="column names of csv or tsv files without a header")
+  add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
+  add(
+    "--quoted",
+    action=argparse.BooleanOptionalAction,
+    help="whether fields of csv and tsv files may be in quotes; by default, the files show it",
+  )
+  add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
+  add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
+  parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+  """Prepares data as the command line specifies; the same command continues one that was killed."""
+  terminal.continue_without_output()
+  columns = tuple(arguments.columns or ()) or None
+  read_options = ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted)
+  started = time.monotonic()
+  with (
+    _dask_executor(arguments.dask) as executor,
+    terminal.progress_bar("preparing", unit="shards", stream=sys.stderr) as bar,
+  ):
+    manifest = prepare(
+      arguments.input,
+      arguments.vocab,
+      arguments.out,
+      text=arguments.text_key,
+      validation_percent=arguments.validation_percent,
+      append_end=arguments.append_eos,
+      read_options=read_options,
+      on_bad_example=arguments.on_bad_example,
+      workers=arguments.workers,
+      executor=executor,
+      progress=lambda done, shards, documents, text_bytes: bar.update(
+        done, shards, f"{documents:,} documents  {text_bytes / 1e6:,.1f} MB"
+      ),
+    )
+  print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
+  print("\n".join(_summary(manifest)))
+  print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")
+  return 0
+
+
+@contextlib.contextmanager
+def _dask_executor(address: str | None) -> Iterator[Executor | None]:
+  """Yields the executor of a Dask cluster, or None for a pool of processes."""
+  if address is None:
+    yield None
+    return
+  try:
+    from dask import distributed
+  except ImportError:
+    raise ValueError("--dask needs Dask: pip install 'rosetta-t5[cluster]'") from None
+  with distributed.Client(None if address == "local" else address) as client:
+    yield client.get_executor()
+
+
+def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
+  splits, vocabulary = manifest["splits"], manifest["vocabulary"]
+  for name, split in splits.items():
+    yield f"  {name:<11}{split['documents']:>12,} documents {split['tokens']:>15,} tokens"
+  text_bytes = manifest["text_bytes"]
+  bytes_per_token = text_bytes / sum(split["tokens"] for split in splits.values())
+  yield f"  {text_bytes / 1e6:,.1f} MB of text, {bytes_per_token:.2f} bytes per token"
+  losses = manifest["losses"]
+  yield from (f"  {line}" for line in describe_lost(losses))
+  yield from (f"  note: {problem}" for problem in lost_text_problems(losses))
+  if manifest["bad_examples"]:
+    counts = manifest["bad_examples"].items()
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in counts)
+    yield f"  bad examples left out: {reasons}; the first: {manifest['first_bad_example']}"
+  yield f"  vocabulary {vocabulary['sha256'][:16]}, {vocabulary['pieces']} pieces"

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import pathlib
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -31,12 +30,13 @@ from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import expect_content, read_json_object, unfinished_path, write_atomically
 
+MANIFEST = "manifest.json"
+VOCABULARY = "vocabulary.model"
 SPLITS = ("train", "validation")
 # A longer document is stored in several records, so that a segment can be read without all of it.
 TOKENS_PER_RECORD = 4096
 _CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
 _CHARACTERS_PER_BATCH = 1_000_000
-_SECONDS_PER_REPORT = 0.5
 _CHECKED_TEXTS = 64  # number of texts of a shard that are decoded again, to count what they lose
 _CHECKED_CHARACTERS = 4000  # of each of them
 
@@ -46,7 +46,7 @@ Piece = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class ShardJob:
-  """The specification of one shard. Its fields are part of the fingerprint of shards on disk.
+  """The specification of one shard, whose content depends on nothing else.
 
   Attributes:
     number: the shard's number, from 0.
@@ -56,7 +56,7 @@ class ShardJob:
     vocabulary: a SentencePiece model's file.
     vocabulary_sha256: the digest of this file.
     text: the column that contains the text, or a template.
-    layout: how the files' bytes become records.
+    read_options: how the files' bytes become records.
     validation_percent: percentage of the documents, chosen by their hash, in the validation split.
     append_end: whether an end token follows each document.
     on_bad_example: "skip" or "refuse".
@@ -69,20 +69,16 @@ class ShardJob:
   vocabulary: str
   vocabulary_sha256: str
   text: str
-  layout: ReadOptions
+  read_options: ReadOptions
   validation_percent: float
   append_end: bool
   on_bad_example: str
 
-  @property
-  def input_bytes(self) -> int:
-    """The size of the input files."""
-    return sum(size for _, size, _ in self.files)
-
   def fingerprint(self) -> str:
-    """Returns a digest of everything that the shard's content depends on."""
-    facts = {**dataclasses.asdict(self), "out": "", "vocabulary": ""}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    """Returns a digest of everything that the shard's content depends on, under the names of older versions."""
+    fields = {**dataclasses.asdict(self), "out": "", "vocabulary": ""}
+    fields["layout"] = fields.pop("read_options")
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
   def file(self, split: str) -> pathlib.Path:
     """Returns the file that contains a split's tokens."""
@@ -90,28 +86,23 @@ class ShardJob:
     return pathlib.Path(self.out, name)
 
   @property
-  def facts_file(self) -> pathlib.Path:
-    """The file with facts about the shard. It is written last, when the shard is complete."""
+  def summary_file(self) -> pathlib.Path:
+    """The file with what `run_job` returns. It is written last, when the shard is complete."""
     return pathlib.Path(self.out, "shards", f"{self.number:05}.json")
 
-  @property
-  def progress_file(self) -> pathlib.Path:
-    """The file with the numbers of documents and bytes that have been tokenized so far."""
-    return self.facts_file.with_suffix(".progress")
-
-  def stored_facts(self) -> dict[str, Any] | None:
-    """Returns the facts of the shard if this job has completed it earlier, else None."""
+  def stored_summary(self) -> dict[str, Any] | None:
+    """Returns what `run_job` has returned if it has completed the shard earlier, else None."""
     try:
-      facts = read_json_object(self.facts_file)
-      with expect_content(self.facts_file, "a shard"):
-        is_complete = all(
+      summary = read_json_object(self.summary_file)
+      with expect_content(self.summary_file, "a shard"):
+        is_complete = summary["fingerprint"] == self.fingerprint() and all(
           pathlib.Path(self.out, name).stat().st_size == size
-          for split in facts["splits"].values()
+          for split in summary["splits"].values()
           for name, size in ((split["file"], split["bytes"]), _index_size(split))
         )
     except (OSError, ValueError):
       return None
-    return facts if is_complete and facts.get("fingerprint") == self.fingerprint() else None
+    return summary if is_complete else None
 
 
 def _index_size(split: Mapping[str, Any]) -> tuple[str, int]:
@@ -120,14 +111,19 @@ def _index_size(split: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def run_job(job: ShardJob) -> dict[str, Any]:
-  """Writes the shard unless it is complete already, and returns its facts."""
-  facts = job.stored_facts()
-  if facts is None:
-    job.facts_file.parent.mkdir(parents=True, exist_ok=True)
-    job.facts_file.unlink(missing_ok=True)
-    facts = _write_shard(job)
-    write_atomically(job.facts_file, json.dumps(facts, indent=1))
-  return facts
+  """Writes the shard unless it is complete already, and returns its files, counts and bad examples."""
+  summary = job.stored_summary()
+  if summary is None:
+    job.summary_file.parent.mkdir(parents=True, exist_ok=True)
+    job.summary_file.unlink(missing_ok=True)
+    summary = _write_shard(job)
+    write_atomically(job.summary_file, json.dumps(summary, indent=1))
+  return summary
+
+
+def token_type(pieces: int) -> np.dtype:
+  """Returns the type in which the tokens of a vocabulary of so many pieces are stored."""
+  return np.dtype("<u2" if pieces <= 1 << 16 else "<u4")
 
 
 def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
@@ -143,27 +139,20 @@ def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
 
 
 def _write_shard(job: ShardJob) -> dict[str, Any]:
-  started = reported = time.monotonic()
   bad = BadExamples(job.on_bad_example)
   losses: collections.Counter[str] = collections.Counter()
   text_bytes = 0
   with contextlib.ExitStack() as stack:
-    stack.callback(job.progress_file.unlink, missing_ok=True)
     writers = {split: stack.enter_context(_SplitWriter(job.file(split))) for split in SPLITS}
     for split, tokens, size in _documents(job, bad, losses):
       writers[split].add(tokens)
       text_bytes += size
-      if time.monotonic() - reported > _SECONDS_PER_REPORT:
-        reported = time.monotonic()
-        documents = sum(writer.documents for writer in writers.values())
-        job.progress_file.write_text(f"{documents} {text_bytes}")
     splits = {split: writer.finish() for split, writer in writers.items()}
   return {
     "fingerprint": job.fingerprint(),
     "sources": [list(file) for file in job.files],
-    "splits": {split: facts for split, facts in splits.items() if facts},
+    "splits": {split: entry for split, entry in splits.items() if entry},
     "text_bytes": text_bytes,
-    "seconds": round(time.monotonic() - started, 3),
     "losses": losses,
     "bad_examples": dict(bad.counts),
     "first_bad_example": str(bad.first) if bad.first else None,
@@ -176,7 +165,7 @@ def _documents(
   """Yields the split, the tokens and the size in bytes of each document; counts what texts lose."""
   tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
   unknown = tokenizer.unk_id()
-  dtype = np.dtype("<u2" if tokenizer.get_piece_size() <= 1 << 16 else "<u4")
+  dtype = token_type(tokenizer.get_piece_size())
   end = [tokenizer.eos_id()] if job.append_end else []
   document: list[np.ndarray] = []
   size = 0
@@ -196,7 +185,7 @@ def _documents(
 
 def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:
   convert = make_converter({"text": job.text})
-  reader = BlockReader(convert, job.layout, bad_examples=bad_examples)
+  reader = BlockReader(convert, job.read_options, bad_examples=bad_examples)
   for path, _, _ in job.files:
     for fields in reader.examples(path):
       *pieces, last = cut_at_spaces(fields["text"], _CHARACTERS_PER_PIECE)
@@ -249,7 +238,7 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
     self._lengths[len(tokens).bit_length()] += 1
 
   def finish(self) -> dict[str, Any] | None:
-    """Renames the complete files and returns the split's facts; None for an empty split."""
+    """Renames the complete files and returns the split's entry of the manifest; None for an empty split."""
     if not self.documents:
       self._path.unlink(missing_ok=True)
       return None

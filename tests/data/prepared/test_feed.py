@@ -25,11 +25,11 @@ from rosetta_t5.data import (
   get_training_eval_datasets,
   prepare_train_iter,
 )
-from rosetta_t5.data.pipeline.batch_checks import TokenLimit
-from rosetta_t5.data.pipeline.data_facts import compare_facts, data_facts
+from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
+from rosetta_t5.data.pipeline.host_batches import TokenLimit
 from rosetta_t5.data.prepared import TokenStream, prepare, prepared_task
-from rosetta_t5.data.prepared.corruption import corrupt_spans, random_keys
-from rosetta_t5.data.prepared.example_order import RateMixture
+from rosetta_t5.data.prepared.batch_objectives import corrupt_spans, random_keys
+from rosetta_t5.data.prepared.token_stream import RateMixture
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
@@ -140,7 +140,7 @@ def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
 
 
 def test_each_epoch_has_every_segment_once_in_another_order(folders: list[str]) -> None:
-  batches = prepared_task(folders[0]).batches(config("", batch_size=1), 0, 1, 5)
+  batches = prepared_task(folders[0]).batch_sequence(config("", batch_size=1), 0, 1, 5)
   (segments,) = batches.segments
   first, second = (
     [segments.start(epoch * segments.count + n) for n in range(segments.count)] for epoch in (0, 1)
@@ -189,40 +189,27 @@ def test_four_hosts_restore_the_position_of_two(folders: list[str], tmp_path: pa
       np.testing.assert_array_equal(value, expected[name][2 * host : 2 * host + 2])
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"rates": [1, 2]}, {"objective": "causal_lm"}])
-def test_a_position_of_other_batches_is_refused(
-  folders: list[str], tmp_path: pathlib.Path, change: dict[str, Any]
-) -> None:
-  get_dataset(config(prepared_task(folders)), 0, 1, None).save(tmp_path / "position")
-  overrides = {"seed": change.pop("seed")} if "seed" in change else {}
-  cfg = config(prepared_task(folders, **change), **overrides)
-  if change.get("objective") == "causal_lm":
-    cfg = dataclasses.replace(cfg, task_feature_lengths={"targets": 20})
-  other = get_dataset(cfg, 0, 1, None)
-  with pytest.raises(ValueError, match="a step of other prepared folders, rates, objective or see"):
-    other.restore(tmp_path / "position")
-
-
 def test_a_changed_folder_is_named_and_a_moved_one_is_not_a_change(
   folders: list[str], tmp_path: pathlib.Path
 ) -> None:
   def facts(*paths: str, **arguments: Any) -> dict[str, Any]:
     cfg = config(prepared_task(paths, **arguments))
-    return data_facts(cfg, get_dataset(cfg, 0, 1, None))
+    return describe_data(cfg, get_dataset(cfg, 0, 1, None))
 
   before = facts(folders[0])
   top = pathlib.Path(folders[0]).parent
   moved = shutil.copytree(folders[0], tmp_path / "moved" / "a")
-  assert compare_facts(before, facts(str(moved))) == (
+  assert compare_descriptions(before, facts(str(moved))) == (
     [],
     [f"data.folders: moved from {top} to {moved.parent}"],
   )
-  assert compare_facts(before, facts(folders[1]))[0] == [
+  assert compare_descriptions(before, facts(folders[1]))[0] == [
     f"data.folders: in {top}, removed: a; added: b"
   ]
-  (change,) = compare_facts(before, facts(folders[0], mean_span_length=4.0))[0]
-  assert "3.0" in change.partition("→")[0]
-  assert "4.0" in change.partition("→")[2]
+  (change,) = compare_descriptions(before, facts(folders[0], mean_span_length=4.0))[0]
+  # Positions of existing runs contain this name of the objective.
+  assert change.startswith("data.objectives: ['Spans(length=34, density=0.15, mean_length=3.0, ")
+  assert "mean_length=4.0" in change.partition("→")[2]
 
 
 @pytest.mark.parametrize("pattern", ["train-*.ends.npy", "vocabulary.model", "manifest.json"])
@@ -335,7 +322,7 @@ def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
 
 def test_the_epochs_that_steps_make_of_each_folder_are_stated(folders: list[str]) -> None:
   cfg = config(prepared_task(folders, rates=[1, 1]))
-  measured = cfg.mixture_or_task_name.batches(cfg, 0, 1, 0).measures(20)  # type: ignore[union-attr]
+  measured = cfg.mixture_or_task_name.batch_sequence(cfg, 0, 1, 0).measures(20)  # type: ignore[union-attr]
   first, second = check_examples(cfg, get_dataset)(20)
   assert first == f"a: 20 steps are {measured['data/epochs/a']:.3g} epochs"
   assert second == f"b: 20 steps are {measured['data/epochs/b']:.3g} epochs"
@@ -364,7 +351,7 @@ def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
   assert restarted.measures() == pytest.approx(expected)
   restarted.close()
   copy = shutil.copytree(folders[0], tmp_path / "other" / "a")
-  same_name = prepared_task([folders[0], str(copy)]).batches(cfg, 0, 1, 0)
+  same_name = prepared_task([folders[0], str(copy)]).batch_sequence(cfg, 0, 1, 0)
   assert list(same_name.measures(0)) == ["data/epochs/0_a", "data/epochs/1_a"]
 
 

@@ -11,8 +11,7 @@ import pytest
 from rosetta_t5.data.objectives.span_corruption import warn_of_missing_sentinels
 from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_with_mode
 from rosetta_t5.data.prepared import prepared_task
-from rosetta_t5.data.prepared.batch_objectives import make_objectives
-from rosetta_t5.data.prepared.corruption import random_keys
+from rosetta_t5.data.prepared.batch_objectives import make_objectives, random_keys
 
 PIECES = 1000
 EXTRA_IDS = 200

@@ -1,8 +1,8 @@
-"""Iterators of host batches: the interface of data that is indexed by step, and adapters for other data."""
+"""Batches of one host: any iterable of them as an iterator with a position, and checks of their values."""
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import itertools
 import json
 import sys
@@ -13,24 +13,7 @@ import numpy as np
 from clu.data import dataset_iterator
 from etils import epath
 
-from rosetta_t5.data.reading.files import digest_of
-
-
-class StepIndexedIterator(dataset_iterator.DatasetIterator):
-  """A source whose batches are a function of the step, such as prepared data.
-
-  Its position is a step number, which any number of hosts can restore.
-  """
-
-  is_shard_independent = True
-
-  @abc.abstractmethod
-  def save(self, filename: epath.PathLike, steps_back: int = 0) -> None:
-    """Writes the position that the iterator had `steps_back` batches ago."""
-
-  @abc.abstractmethod
-  def measures(self, step: int) -> dict[str, float]:
-    """Returns metrics of the data at the beginning of a step, by name."""
+_INT32 = np.iinfo(np.int32)
 
 
 def as_batch_iterator(data: Any) -> dataset_iterator.DatasetIterator:
@@ -67,7 +50,6 @@ class IterableBatches(dataset_iterator.DatasetIterator):
     self._iterator: Iterator[Mapping[str, np.ndarray]] = iter(batches)
     self._drawn = 0
     self._spec: dict[str, dataset_iterator.ArraySpec] | None = None
-    self._first_digest = ""
 
   def reset(self) -> None:
     """Returns to the first batch.
@@ -98,25 +80,20 @@ class IterableBatches(dataset_iterator.DatasetIterator):
     """
     if self._spec is None:
       first = next(self._iterator, None)
-      if first is None:
-        raise ValueError(
-          "The training data is empty: the dataset function's iterable has no batch."
-        )
       if not isinstance(first, Mapping):
+        found = "no batch" if first is None else type(first).__name__
         raise ValueError(
-          f"The training data's batch must be a dictionary of numpy arrays, got {type(first).__name__}"
+          "The dataset function's iterable must contain batches, which are dictionaries of numpy "
+          f"arrays, got {found}"
         )
       self._iterator = itertools.chain([first], self._iterator)
       arrays = {name: np.asarray(value) for name, value in first.items()}
-      numeric = [name for name in sorted(arrays) if arrays[name].dtype.kind != "O"]
-      self._first_digest = digest_of(arrays[name].tobytes() for name in numeric)
       self._spec = {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
     return self._spec
 
   def describe_data(self) -> dict[str, str]:
-    """Returns a digest of the first batch, with which a restart compares its own."""
-    _ = self.element_spec
-    return {"first_batch": self._first_digest}
+    """Returns {}: nothing is known about the data of an iterable."""
+    return {}
 
   def save(self, filename: epath.PathLike) -> None:
     """Writes the number of batches that have been returned."""
@@ -129,3 +106,72 @@ class IterableBatches(dataset_iterator.DatasetIterator):
       self.reset()
     for _ in range(saved - self._drawn):
       next(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLimit:
+  """The number of token ids that a model knows.
+
+  Attributes:
+    size: the rows of its embedding table.
+    origin: the argument that sets it.
+  """
+
+  size: int
+  origin: str
+
+
+def token_limit(model: Any) -> TokenLimit | None:
+  """Returns the limit of a model's token ids; None if its network does not state one."""
+  config = getattr(model, "network_config", None)
+  size = getattr(config, "vocab_size", None)
+  return TokenLimit(size, f"network.{type(config).__name__}.vocab_size") if size else None
+
+
+def check_ids(batch: Mapping[str, np.ndarray], data: str, limit: TokenLimit | None) -> None:
+  """Checks that token ids are in the vocabulary, and that other integers fit into the devices' int32.
+
+  Args:
+    batch: arrays by feature, [B, ...]. The integers of a feature `*_tokens` are token ids.
+    data: names the data in the message, such as "the task 'squad'".
+    limit: the model's limit; None checks only for negative ids.
+
+  Raises:
+    ValueError: a value is out of range.
+  """
+  for name, values in batch.items():
+    if getattr(values, "dtype", np.dtype(object)).kind not in "iu" or not values.size:
+      continue
+    low, high, reason = _INT32.min, _INT32.max, ", because integers have 32 bits on the devices"
+    if name.endswith("_tokens"):
+      low, high, reason = 0, limit.size - 1 if limit else high, ""
+      if limit is not None:
+        reason = f", since the model's vocabulary has {limit.size} ids ({limit.origin})"
+    if values.min() >= low and values.max() <= high:
+      continue
+    row, *column = np.argwhere((values < low) | (values > high))[0].tolist()
+    at = f"row {row}, position {column[0]}" if column else f"row {row}"
+    value = values[(row, *column)]
+    if value == -1:
+      reason += (
+        " (-1 is the id of what a SentencePiece vocabulary lacks, mostly the end token, eos_id)"
+      )
+    raise ValueError(
+      f"{data} has the value {value} in {name} ({at} of a batch): it must be from {low} to {high}{reason}. "
+      "Correct the task's vocabulary or its preprocessors"
+    )
+
+
+def check_has_target(batch: Mapping[str, np.ndarray], data: str) -> None:
+  """Checks that a training batch has a target token with a loss weight other than 0.
+
+  Raises:
+    ValueError: it has none, so there would be nothing to learn from.
+  """
+  for name in ("decoder_loss_weights", "decoder_target_tokens"):
+    if name in batch and not batch[name].any():
+      raise ValueError(
+        f"a batch of {data} has no target to learn from: its {len(batch[name])} rows have only 0 in "
+        f"{name}, which means padding. Check the task's targets (rosetta-t5 inspect shows them): the "
+        "preprocessors must return at least one token, and TASK_FEATURE_LENGTHS must leave room for it"
+      )
