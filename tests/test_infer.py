@@ -135,7 +135,9 @@ def test_chunks_with_other_settings_are_rejected(run, tmp_path):
 def test_complete_results_of_another_checkpoint_or_model_are_refused(scored, run, tmp_path):
   out = shutil.copytree(scored[0], tmp_path / "out")
   save_checkpoints(tmp_path, [6])
-  with pytest.raises(ValueError, match=r"Changed since: .*the checkpoint's values: .*COMPLETED to"):
+  with pytest.raises(
+    ValueError, match=r"Changed since: .*the checkpoint's content: .*COMPLETED to"
+  ):
     run(out, restore={"path": str(tmp_path / "checkpoint_6")})
   with pytest.raises(ValueError, match=r"Changed since: the model\._decode_fn: .* alpha=0\.7"):
     run(out, model=byte_model(decode_fn=functools.partial(beam_search, alpha=0.7)))
