@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
@@ -242,10 +242,23 @@ def positive_number(text: str) -> float:
   Raises:
     ArgumentTypeError: the text is something else.
   """
+  return _number_where(lambda number: 0 < number < float("inf"), "greater than 0", text)
+
+
+def percentage(text: str) -> float:
+  """Returns a number from 0 to 100.
+
+  Raises:
+    ArgumentTypeError: the text is something else.
+  """
+  return _number_where(lambda number: 0 <= number <= 100, "from 0 to 100", text)
+
+
+def _number_where(holds: Callable[[float], bool], expected: str, text: str) -> float:
   with contextlib.suppress(ValueError):
-    if 0 < (number := float(text)) < float("inf"):
+    if holds(number := float(text)):
       return number
-  raise argparse.ArgumentTypeError(f"must be a number greater than 0, got {text!r}")
+  raise argparse.ArgumentTypeError(f"must be a number {expected}, got {text!r}")
 
 
 def machine_path(text: str) -> str:
@@ -257,18 +270,6 @@ def machine_path(text: str) -> str:
   if "://" in text:
     raise argparse.ArgumentTypeError(f"must be a path on this machine, got {text!r}")
   return text
-
-
-def percentage(text: str) -> float:
-  """Returns a number from 0 to 100.
-
-  Raises:
-    ArgumentTypeError: the text is something else.
-  """
-  with contextlib.suppress(ValueError):
-    if 0 <= (number := float(text)) <= 100:
-      return number
-  raise argparse.ArgumentTypeError(f"must be a number from 0 to 100, got {text!r}")
 
 
 def feature_lengths(text: str) -> dict[str, int]:

@@ -120,8 +120,8 @@ def test_the_report_of_a_run_has_its_facts_and_its_metrics(finished):
   run = read_runs([str(finished[0])])[0]
   assert run.notes == []
   assert [(start.step, start.end["reason"]) for start in run.starts] == [(0, "finished")]
-  assert run.facts["mesh"] == {"data": 8, "model": 1}
-  assert run.facts["lengths"]["encoder_input_tokens"] == 32
+  assert run.setup["mesh"] == {"data": 8, "model": 1}
+  assert run.setup["lengths"]["encoder_input_tokens"] == 32
   assert sorted(run.checkpoints) == run.kept_checkpoints == [0, 2, 3]
   assert len(run.variables) > 20
   panels = choose_panels([run])

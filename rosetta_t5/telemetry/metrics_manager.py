@@ -75,7 +75,8 @@ class MetricsManager:
         writer = _Writer(functools.partial(make, name, root))
         writer.open()  # now: a missing package is reported before training
         self._writers.append(writer)
-    self._duration_timer = _DurationTimer()
+    self._clock_started: concurrent.futures.Future[float] | None = None
+    self._clock_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
     self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
     self._pending: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
 
@@ -102,7 +103,8 @@ class MetricsManager:
 
   def start_duration_timer(self, block_on: PyTree = ()) -> None:
     """Starts the clock that the next `write_metrics_summary` reads, once `block_on` is computed."""
-    self._duration_timer.start(block_on)
+    copies = jax.tree.map(_copy_if_scalar, block_on)
+    self._clock_started = self._clock_thread.submit(_time_when_ready, copies)
 
   def write_metrics_summary(
     self, metrics: Mapping[str, Any], step: int, num_steps: int
@@ -120,11 +122,13 @@ class MetricsManager:
     Raises:
       Exception: a metric of an earlier call could not be computed.
     """
-    step, duration = int(step), self._duration_timer.stop(metrics)
+    started, self._clock_started = self._clock_started, None
+    ended = self._clock_thread.submit(_time_when_ready, metrics)
 
     def compute_and_write() -> dict[str, clu_values.Value]:
-      values = compute_values(metrics, duration.result(), num_steps)
-      self._write_values(step, values)
+      duration = ended.result() - started.result() if started else None
+      values = compute_values(metrics, duration, num_steps)
+      self._write_values(int(step), values)
       self._call_writers("flush")
       return values
 
@@ -145,7 +149,7 @@ class MetricsManager:
     try:
       self.flush()
     finally:
-      self._duration_timer.close()
+      self._clock_thread.shutdown()
       self._writer_thread.shutdown()
       self._call_writers("close")
 
@@ -209,29 +213,6 @@ def as_floats(values: Values) -> dict[str, float]:
     for name, value in values.items()
     if isinstance(value, clu_values.Scalar)
   }
-
-
-class _DurationTimer:
-  """Measures times between computations on the devices, in a thread of its own."""
-
-  def __init__(self) -> None:
-    self._thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
-    self._start_future: concurrent.futures.Future[float] | None = None
-
-  def start(self, block_on: PyTree) -> None:
-    """Starts the clock once `block_on` is computed."""
-    copies = jax.tree.map(_copy_if_scalar, block_on)
-    self._start_future = self._thread.submit(_time_when_ready, copies)
-
-  def stop(self, block_on: PyTree) -> concurrent.futures.Future[float | None]:
-    """Returns a future of the seconds until `block_on` is computed; of None if it was not started."""
-    started, self._start_future = self._start_future, None
-    ended = self._thread.submit(_time_when_ready, block_on)
-    return self._thread.submit(lambda: ended.result() - started.result() if started else None)
-
-  def close(self) -> None:
-    """Ends the thread."""
-    self._thread.shutdown()
 
 
 def _copy_if_scalar(leaf: Any) -> Any:
