@@ -1,8 +1,48 @@
-"""Runs `rosetta-t5 bench` from a checkout: python -m benchmarks.train_step --size base --batch 128."""
+"""Runs `rosetta-t5 bench`, and compares the step with what `rosetta-t5 plan` and its GPU's data sheet expect.
 
-import sys
+python -m benchmarks.train_step --size base --batch 128
+"""
 
-from rosetta_t5.cli import main
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+import jax
+
+from rosetta_t5.bench import train_step
+from rosetta_t5.gpu_program.hlo import parse_program
+from rosetta_t5.gpu_program.roofline import time_program
+from rosetta_t5.plan.memory import step_memory
+from rosetta_t5.plan.workload import batch_workload
+from rosetta_t5.telemetry.gpus import gpu_of
+
+
+def expectations(program: train_step.CompiledStep, microbatches: int | None) -> dict[str, Any]:
+  """Returns the temporaries of a step beside the planned ones in GB, and its least time in ms if known."""
+  mesh = dict(program.partitioner.mesh.shape)
+  shapes = {name: array.shape for name, array in program.batch.items()}
+  work = batch_workload(program.model, program.partitioner, shapes, mesh, microbatches)
+  planned = step_memory(program.state, program.partitioner.get_mesh_axes(program.state), work)
+  least, gpu = None, gpu_of(jax.devices()[0].device_kind)
+  if gpu:  # Each kernel reaches the rates of the data sheet.
+    least = 1e3 * time_program(parse_program(program.step.as_text()), gpu, mesh).seconds
+  return {
+    "temporaries_gb": program.step.memory_analysis().temp_size_in_bytes / 1e9,
+    "planned_temporaries_gb": (planned["gradients"] + planned["activations"]) / 1e9,
+    "least_ms": least,
+  }
+
+
+def main() -> None:
+  """Measures the step that the command line describes."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  train_step.add_arguments(parser)
+  args = parser.parse_args()
+  describe = functools.partial(expectations, microbatches=args.microbatches)
+  train_step.run(functools.partial(train_step.measure, describe=describe), args)
+
 
 if __name__ == "__main__":
-  sys.exit(main(["bench", *sys.argv[1:]]))
+  main()

@@ -26,8 +26,6 @@ import numpy as np
 import optax
 
 from rosetta_t5.files import write_atomically
-from rosetta_t5.gpu_program.hlo import parse_program
-from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 from rosetta_t5.networks.precision import (
@@ -39,10 +37,7 @@ from rosetta_t5.networks.precision import (
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.memory import step_memory
-from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.telemetry.flops import peak_of, training_flops_of
-from rosetta_t5.telemetry.gpus import gpu_of
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
@@ -109,14 +104,16 @@ class CompiledStep(NamedTuple):
     state: the initial state, on the devices.
     batch: a batch, on the devices.
     computation: a description of the kernels and precisions.
-    planned: bytes per device by category, as `rosetta-t5 plan` estimates them.
+    model: the model.
+    partitioner: places the arrays on the devices.
   """
 
   step: Any
   state: TrainState
   batch: Any
   computation: str
-  planned: dict[str, float]
+  model: EncoderDecoderModel
+  partitioner: PjitPartitioner
 
 
 def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None) -> CompiledStep:
@@ -172,11 +169,8 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   sharding = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
   batch_on_devices = jax.device_put(batch, sharding)
   compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
-  work = batch_workload(model, partitioner, shapes, dict(partitioner.mesh.shape), args.microbatches)
   computation = describe_computation(model, fp8) or ""
-  return CompiledStep(
-    compiled, state, batch_on_devices, computation, step_memory(state, axes, work)
-  )
+  return CompiledStep(compiled, state, batch_on_devices, computation, model, partitioner)
 
 
 def time_steps(
@@ -223,10 +217,13 @@ def make_row(
   }
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Times the step and returns the result (`make_row`)."""
+def measure(
+  args: argparse.Namespace, describe: Callable[[CompiledStep], dict[str, Any]] = lambda _: {}
+) -> dict[str, Any]:
+  """Times the step and returns the result (`make_row`), with what `describe` adds to it."""
   started = time.perf_counter()
-  compiled, state, batch, computation, planned = compile_step(args)
+  compiled, state, batch, computation, *_ = program = compile_step(args)
+  more = describe(program)  # before the steps donate the state
   compile_seconds = time.perf_counter() - started
   rng = jax.random.PRNGKey(1)
   metrics: Any = None
@@ -236,9 +233,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     state, metrics = compiled(state, batch, rng)
 
   seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
-  devices, hlo, least = jax.devices(), compiled.as_text(), None
-  if gpu := gpu_of(devices[0].device_kind):  # if each kernel reached the rates of the data sheet
-    least = 1e3 * time_program(parse_program(hlo), gpu, {"data": len(devices)}).seconds
+  devices, hlo = jax.devices(), compiled.as_text()
   return make_row(
     args,
     seconds,
@@ -251,9 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compile_s=compile_seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
     hlo={name: count for name, mark in HLO_FACTS.items() if (count := hlo.count(mark))},
-    temporaries_gb=compiled.memory_analysis().temp_size_in_bytes / 1e9,
-    planned_temporaries_gb=(planned["gradients"] + planned["activations"]) / 1e9,
-    least_ms=least,
+    **more,
   )
 
 

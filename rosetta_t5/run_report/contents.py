@@ -34,6 +34,9 @@ COLUMNS = (
 TRAINING, EXPERTS, EVALUATION, OTHER = "Training", "Experts", "Evaluation", "Other metrics"
 
 
+Metrics = set[tuple[str, str]]  # the group and the tag of each metric that a run has recorded
+
+
 class Line(NamedTuple):
   """A metric in a chart, of every run that has it.
 
@@ -104,12 +107,11 @@ _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in t
 
 def choose_panels(runs: Sequence[Run]) -> list[Panel]:
   """Returns the charts for these runs, and one for each further metric."""
-  panels = [*_training_panels(runs), *_expert_panels(runs), *_evaluation_panels(runs)]
+  recorded = {(group, tag) for run in runs for group, tags in run.series.items() for tag in tags}
+  panels = [*_training_panels(recorded), *_expert_panels(recorded), *_evaluation_panels(recorded)]
   shown = {(line.group, line.tag) for panel in panels for line in panel.lines}
-  for group, tag in _all_tags(runs):
-    if (group, tag) not in shown:
-      panels.append(Panel(OTHER, tag, group, (Line(group, tag),)))
-  return panels
+  others = sorted(recorded - shown, key=lambda key: (key[0] != "train", key))
+  return panels + [Panel(OTHER, tag, group, (Line(group, tag),)) for group, tag in others]
 
 
 def missing_titles(panels: Sequence[Panel]) -> list[str]:
@@ -118,32 +120,24 @@ def missing_titles(panels: Sequence[Panel]) -> list[str]:
   return [title for title in _TRAINING if title not in present]
 
 
-def _all_tags(runs: Sequence[Run]) -> list[tuple[str, str]]:
-  tags = {(group, tag) for run in runs for group in run.series for tag in run.series[group]}
-  return sorted(tags, key=lambda key: (key[0] != "train", key))
-
-
-def _training_panels(runs: Sequence[Run]) -> Iterator[Panel]:
-  recorded = {tag for run in runs for tag in run.series.get("train", {})}
-  held_out = _groups(runs, "training_eval")
+def _training_panels(recorded: Metrics) -> Iterator[Panel]:
+  held_out = _groups(recorded, "training_eval")
   for title, choices in _TRAINING.items():
-    tag, unit, factor = next((c for c in choices if c[0] in recorded), ("", "", 1))
-    if not tag:
-      continue
-    lines = [Line("train", tag, factor=factor)]
-    # With several tasks the chart would be hard to read; each has a line in its own chart below.
-    if title in _EVALUATED and len(held_out) == 1 and _has(runs, held_out[0], tag):
-      lines = [Line("train", tag, "training", factor), Line(held_out[0], tag, "held-out", factor)]
-    yield Panel(TRAINING, title, unit, tuple(lines))
+    for tag, unit, factor in [c for c in choices if ("train", c[0]) in recorded][:1]:
+      lines = [Line("train", tag, factor=factor)]
+      # With several tasks the chart would be hard to read; each has a line in its own chart below.
+      if title in _EVALUATED and len(held_out) == 1 and (held_out[0], tag) in recorded:
+        lines = [lines[0]._replace(label="training"), Line(held_out[0], tag, "held-out", factor)]
+      yield Panel(TRAINING, title, unit, tuple(lines))
 
 
-def _expert_panels(runs: Sequence[Run]) -> Iterator[Panel]:
-  tags = sorted({tag for run in runs for tag in run.series.get("train", {})}, key=_in_layer_order)
-  loads = tuple(Line("train", t, t.removeprefix(_LOAD)) for t in tags if t.startswith(_LOAD))
+def _expert_panels(recorded: Metrics) -> Iterator[Panel]:
+  loads = sorted((tag for group, tag in recorded if tag.startswith(_LOAD)), key=_in_layer_order)
   if loads:
-    yield Panel(EXPERTS, "Load of the most popular expert, by layer", "times the mean load", loads)
+    lines = tuple(Line("train", tag, tag.removeprefix(_LOAD)) for tag in loads)
+    yield Panel(EXPERTS, "Load of the most popular expert, by layer", "times the mean load", lines)
   for title, (tag, unit, factor) in _OF_EXPERTS.items():
-    if tag in tags:
+    if ("train", tag) in recorded:
       yield Panel(EXPERTS, title, unit, (Line("train", tag, factor=factor),))
 
 
@@ -152,30 +146,27 @@ def _in_layer_order(tag: str) -> tuple[str, int]:
   return (stack, int(number)) if number.isdigit() else (tag, 0)
 
 
-def _evaluation_panels(runs: Sequence[Run]) -> Iterator[Panel]:
-  held_out = _groups(runs, "training_eval")
-  for title in _EVALUATED if held_out else ():
+def _evaluation_panels(recorded: Metrics) -> Iterator[Panel]:
+  held_out = _groups(recorded, "training_eval")
+  for title in _EVALUATED:
     for tag, unit, factor in _TRAINING[title]:
-      lines = [Line(g, tag, _task(g), factor) for g in held_out if _has(runs, g, tag)]
-      if lines:
-        yield Panel(EVALUATION, f"{title} on held-out data", unit, tuple(lines))
+      groups = [group for group in held_out if (group, tag) in recorded]
+      if groups:
+        lines = tuple(Line(group, tag, _task(group), factor) for group in groups)
+        yield Panel(EVALUATION, f"{title} on held-out data", unit, lines)
         break
-  for group in _groups(runs, "inference_eval"):
-    for tag in sorted({tag for run in runs for tag in run.series.get(group, {})}):
+  for group, tag in sorted(recorded):
+    if group.startswith("inference_eval/"):
       title = f"{_task(group)}: {tag.removeprefix('eval/')}"
       yield Panel(EVALUATION, title, "", (Line(group, tag),))
 
 
-def _groups(runs: Sequence[Run], parent: str) -> list[str]:
-  return sorted({g for run in runs for g in run.series if g.startswith(f"{parent}/")})
+def _groups(recorded: Metrics, parent: str) -> list[str]:
+  return sorted({group for group, _ in recorded if group.startswith(f"{parent}/")})
 
 
 def _task(group: str) -> str:
   return group.partition("/")[2]
-
-
-def _has(runs: Sequence[Run], group: str, tag: str) -> bool:
-  return any(tag in run.series.get(group, {}) for run in runs)
 
 
 def summary_row(run: Run) -> list[str]:

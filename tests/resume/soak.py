@@ -41,7 +41,7 @@ _SIGNALS = {
   "kill": (signal.SIGKILL, (-signal.SIGKILL,)),
   "SIGTERM": (signal.SIGTERM, (-signal.SIGTERM, 143)),
   "SIGUSR1": (signal.SIGUSR1, (-signal.SIGUSR1, 143)),
-  "SIGINT": (signal.SIGINT, (130,)),
+  "SIGINT": (signal.SIGINT, (-signal.SIGINT, 130)),
 }
 _WITHOUT_A_DISK = (*_SIGNALS, "stop", "byte flip")
 
