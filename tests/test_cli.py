@@ -127,7 +127,7 @@ def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, mon
     ("check binary", 2, "binary is not a gin file: it is not text in UTF-8"),
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
-    ("bench --json folder", 2, "--json: folder is a folder: give a file"),
+    ("bench --json folder", 2, "--json: folder must be a file in a folder that exists"),
     (
       "ckpt show file:///tmp/x",
       2,

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import functools
 import json
+import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -294,7 +295,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   add("--steps", type=positive_integer, default=steps, help="training steps (default: %(default)s)")
   add("--group", type=positive_integer, default=5, help="steps timed together (default: 5)")
   add("--warmup", type=positive_integer, default=5, help="steps before that (default: 5)")
-  add("--json", metavar="OUT", help="file for the result")
+  add("--json", type=_new_file, metavar="OUT", help="file for the result")
   add("--kernel", choices=ATTENTION_KERNELS, default="auto", help="the attention kernel")
   add("--remat", choices=REMAT_POLICIES, default="none", help="T5Config.remat_policy")
   add("--loss-chunk", type=positive_integer, help="target positions whose logits exist at a time")
@@ -308,3 +309,10 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   add("--pack", action="store_true", help="two examples per row")
   add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
   parser.set_defaults(run=functools.partial(run, measure))
+
+
+def _new_file(path: str) -> str:
+  # Checked at the start, so that no measurement is lost.
+  if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
+    raise argparse.ArgumentTypeError(f"{path} must be a file in a folder that exists")
+  return path
