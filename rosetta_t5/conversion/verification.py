@@ -78,32 +78,25 @@ def verify(
   Raises:
     ConversionError: the logits or parameters differ.
   """
-  written = read_arrays(folder)  # this program has just written it
+  written = read_arrays(folder)
   to_transformers = hugging_face_folder.is_hugging_face(folder)
   theirs = next(filter(hugging_face_folder.is_hugging_face, (folder, path)), None)
   fits = _fits(sum(array.size for name, array in written.items() if name.startswith("target/")))
   reason = "" if fits else "the model is too large for this machine's memory"
   if fits and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
     reason = "Transformers and PyTorch are not installed"
-  is_computed = settings.network is not None and (
-    fits if to_transformers else not reason and theirs
-  )
-  if not (to_transformers and is_computed):
-    count = compare_arrays(source, written, rtol=1e-6 if to_transformers else 0.0)
-    if not is_computed:
-      shown = f", because {reason}" if reason and to_transformers else ""
-      return _OF_ARRAYS.format(count=count, reason=shown)
-  tokens = _make_tokens(to_plain_tree(source), settings)
-  if theirs is not None and not reason:
-    ours = source if to_transformers else written
-    return _compare_with_transformers(ours, settings, theirs, tokens)
-  before = network_outputs(source, settings, tokens)
-  after = network_outputs(written, read_model_settings(folder, written), tokens)
-  difference, limit = _difference(before, after)
-  if difference > limit:
-    raise _conversion_error(difference, limit, "by this project's network")
-  text = f"{difference:.1e}"
-  return _OF_NETWORKS.format(tokens=before.shape[1], reason=reason, difference=text)
+  is_known = settings.network is not None
+  if is_known and theirs is not None and not reason:
+    if not to_transformers:
+      compare_arrays(source, written)
+    return _compare_with_transformers(source if to_transformers else written, settings, theirs)
+  if is_known and to_transformers and fits:
+    return _compare_networks(
+      source, written, settings, read_model_settings(folder, written), reason
+    )
+  count = compare_arrays(source, written, rtol=1e-6 if to_transformers else 0.0)
+  shown = f", because {reason}" if reason and to_transformers else ""
+  return _OF_ARRAYS.format(count=count, reason=shown)
 
 
 def _fits(params: int) -> bool:
@@ -146,9 +139,22 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
     return np.asarray(module.apply({"params": params}, *call, **options))
 
 
-def _compare_with_transformers(
-  arrays: Arrays, settings: ModelSettings, folder: str | os.PathLike[str], tokens: Tokens
+def _compare_networks(
+  source: Arrays, written: Arrays, settings: ModelSettings, their: ModelSettings, reason: str
 ) -> str:
+  tokens = _make_tokens(source, settings)
+  before, after = (network_outputs(*x, tokens) for x in ((source, settings), (written, their)))
+  difference, limit = _difference(before, after)
+  if difference > limit:
+    raise _conversion_error(difference, limit, "by this project's network")
+  text = f"{difference:.1e}"
+  return _OF_NETWORKS.format(tokens=before.shape[1], reason=reason, difference=text)
+
+
+def _compare_with_transformers(
+  arrays: Arrays, settings: ModelSettings, folder: str | os.PathLike[str]
+) -> str:
+  tokens = _make_tokens(arrays, settings)
   ours = network_outputs(arrays, settings, tokens)
   theirs = _transformers_outputs(folder, settings, tokens)
   difference, limit = _difference(ours, theirs)
@@ -258,7 +264,8 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
 
 def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
   """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
-  table = arrays[gpt.EMBEDDING if settings.is_gpt else tree_layouts.EMBEDDING]
+  plain = to_plain_tree(arrays)
+  table = plain[gpt.EMBEDDING if settings.is_gpt else tree_layouts.EMBEDDING]
   random = np.random.default_rng(0)
   # Small vocabularies, as in tests, have few ids that are not special.
   inputs, targets = (
@@ -267,6 +274,6 @@ def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
   )
   if settings.is_gpt:
     # Local attention needs more than its window.
-    targets = np.concatenate([targets, inputs], -1)[:, : arrays[gpt.POSITIONS].shape[0]]
+    targets = np.concatenate([targets, inputs], -1)[:, : plain[gpt.POSITIONS].shape[0]]
   targets[0, 0] = 0
   return inputs, targets
