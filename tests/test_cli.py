@@ -10,7 +10,8 @@ from importlib import metadata
 
 import pytest
 
-from rosetta_t5 import cli, doctor
+from rosetta_t5 import cli
+from rosetta_t5.cli import doctor
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
