@@ -159,6 +159,7 @@ def progress_bar(
     progress.BarColumn(bar_width=16),
     progress.TextColumn("{task.fields[text]}", markup=False),
     progress.TimeElapsedColumn(),
+    progress.TimeRemainingColumn(),
     console=console,
     refresh_per_second=4,
     transient=True,

@@ -74,7 +74,7 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
     "notes": run.notes,
     "duration": last_time - first_time,
     "tokensPerStep": _tokens_per_step(run),
-    "facts": _facts(run),
+    "about": _about(run),
     "config": run.config,
     "variables": [
       [v.name, v.shape, v.size, v.partition, _placement(v.partition, run)] for v in run.variables
@@ -148,7 +148,7 @@ def _progress(run: Run, first_time: float) -> dict[str, str] | None:
   return _encode_points(with_gaps, first_time)
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _about(run: Run) -> list[tuple[str, str]]:
   """Returns what is known about model and machine, as (name, text)."""
   lines = str(run.setup.get("header", "")).splitlines()
   rows = [(name, text.strip()) for name, _, text in (line.partition(" ") for line in lines) if name]

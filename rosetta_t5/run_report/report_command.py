@@ -46,17 +46,12 @@ def report_runs(options: argparse.Namespace) -> int:
 
 
 def _write(folders: Sequence[str], out: pathlib.Path) -> None:
-  if out.is_dir():
-    raise ConfigError(f"--out {out} is a folder: give the name of a file, such as {out / _PAGE}")
   if out.is_file() and not out.read_bytes().startswith(_BEGIN):
     raise ConfigError(f"--out {out} exists and is not a page of this command: set another file")
   runs = read_runs(folders)
   page = build_page(runs)
-  try:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page)
-  except OSError as error:
-    raise ConfigError(f"--out {out} cannot be written: {error.strerror}") from error
+  out.parent.mkdir(parents=True, exist_ok=True)
+  write_atomically(out, page)
   for run in runs:
     for note in run.notes:
       print(f"note: {run.name}: {note}")

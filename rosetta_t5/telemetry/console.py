@@ -42,7 +42,6 @@ _LINE_WIDTH = 120
 # On a terminal the bar shows the rest.
 _SECONDS_BETWEEN_LINES = 5.0
 _POLL_SECONDS = 0.25
-_SECONDS_OF_SPEED = 10.0  # over which the bar's speed is measured
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -69,10 +68,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     self._total_steps = total_steps
     self._stack = contextlib.ExitStack()
     self._bar: terminal.Bar | None = None
+    self._is_drawn = False
     self._line_printed = -math.inf
-    # Steps whose metrics the devices may still be computing, and (time, step) of steps that are done.
+    # Steps whose metrics the devices may still be computing.
     self._started: collections.deque[tuple[int, Any]] = collections.deque()
-    self._done: collections.deque[tuple[float, int]] = collections.deque()
     self._last_poll = 0.0
     self.first_loss: float | None = None
     self.last_loss: float | None = None
@@ -82,12 +81,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       "step", self._total_steps, completed=self._first_step, line_period_s=0
     )
     self._bar = self._stack.enter_context(shown)
-    if self._bar.is_drawn:
+    self._is_drawn = self._bar.is_drawn
+    if self._is_drawn:
       ended = threading.Event()
-      thread = threading.Thread(target=self._show_done_steps, args=(ended,), daemon=True)
-      thread.start()
-      self._stack.callback(thread.join)
       self._stack.callback(ended.set)
+      threading.Thread(target=self._show_done_steps, args=(ended,), daemon=True).start()
     return self
 
   def __exit__(self, *exc_info: object) -> None:
@@ -101,7 +99,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       metrics: its clu metrics by name.
     """
     now = time.monotonic()
-    if self._bar is not None and self._bar.is_drawn and now > self._last_poll + _POLL_SECONDS:
+    if self._is_drawn and now > self._last_poll + _POLL_SECONDS:
       self._last_poll = now
       self._started.append((step, {name: metrics[name] for name in _LOSSES if name in metrics}))
 
@@ -110,16 +108,15 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     loss = loss_to_show(values, self._loss_per_token)
     self.first_loss = loss if self.first_loss is None else self.first_loss
     self.last_loss = loss
-    is_drawn = self._bar is not None and self._bar.is_drawn
-    if is_drawn:
-      self._show_step(step, values)
+    self._show_step(step, values)
     now = time.monotonic()
     is_due = now > self._line_printed + _SECONDS_BETWEEN_LINES or step == self._total_steps
-    if is_due or not is_drawn:
+    if is_due or not self._is_drawn:
       self._line_printed = now
       cells = [f"step {step}/{self._total_steps}", *self._loss_cells(values)]
       if speed := values.get(_STEPS_PER_SECOND):
-        cells += self._speed_cells(step, speed)
+        left = format_duration((self._total_steps - step) / speed)
+        cells += [f"{1000 / speed:,.2f} ms/step", f"eta {left}"]
       terminal.print_line(_join_cells([*cells, *_measured_cells(values)]))
 
   def report_evaluation(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
@@ -156,21 +153,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
   def _show_step(self, step: int, values: Metrics) -> None:
     """Moves the bar to a step, unless it is there already."""
-    bar = self._bar
-    if bar is None or step < bar.completed:
-      return
-    now = time.monotonic()
-    while self._done and self._done[0][0] < now - _SECONDS_OF_SPEED:
-      self._done.popleft()
-    self._done.append((now, step))
-    (then, before), cells = self._done[0], self._loss_cells(values)
-    if step > before:
-      cells += self._speed_cells(step, (step - before) / (now - then))
-    bar.update(step, text="  ".join(cells))
-
-  def _speed_cells(self, step: int, steps_per_second: float) -> list[str]:
-    left = format_duration((self._total_steps - step) / steps_per_second)
-    return [f"{1000 / steps_per_second:,.2f} ms/step", f"eta {left}"]
+    if self._bar is not None and step >= self._bar.completed:
+      self._bar.update(step, text="  ".join(self._loss_cells(values)))
 
   def _loss_cells(self, values: Metrics) -> list[str]:
     """Formats the loss with three decimals, or with three digits if it is small."""

@@ -389,12 +389,12 @@ function configurationSection() {
 
 function modelSection() {
   const cards = state.data.runs.map((run, number) => {
-    const facts = make("dl");
+    const about = make("dl");
     updates.push(() => {
-      const pairs = state.data.runs[number].facts;
-      facts.replaceChildren(...pairs.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })]));
+      const pairs = state.data.runs[number].about;
+      about.replaceChildren(...pairs.flatMap(([name, text]) => [make("dt", { textContent: name }), make("dd", { textContent: text })]));
     });
-    const parts = [make("summary", { textContent: run.name }), facts];
+    const parts = [make("summary", { textContent: run.name }), about];
     if (run.variables.length) {
       const columns = ["Array", "Shape", "Elements", "Partition spec", "Placement"];
       const fill = (filter) => {
