@@ -1,7 +1,7 @@
 """Data: SeqIO's tasks and mixtures as batches on the devices. TensorFlow is imported on first use."""
 
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
-from rosetta_t5.data.pipeline.data_description import check_same_files
+from rosetta_t5.data.pipeline.data_description import check_examples, check_same_files
 from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
   get_dataset_inner,
@@ -15,7 +15,6 @@ from rosetta_t5.data.pipeline.feed import (
   prepare_train_iter,
   training_feed,
 )
-from rosetta_t5.data.pipeline.first_examples import check_examples
 from rosetta_t5.data.pipeline.host_batches import token_limit
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.data_description import first_examples
 from rosetta_t5.data.pipeline.datasets import get_dataset
-from rosetta_t5.data.pipeline.first_examples import first_examples
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, has_split
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.prepared.token_stream import losses_of_folders

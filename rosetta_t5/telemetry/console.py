@@ -27,7 +27,6 @@ _EPOCHS = "data/epochs/"
 # What a line shows after the loss, as far as it was measured and there is room: the first come first.
 _CELLS = {
   "data/bad_examples": "bad examples left out: {:.0f}",
-  "data/unreadable": "unreadable records: {:.0f}",
   run_metrics.SKIPPED_STEPS: "skipped {:.0f} steps",
   "experts/fraction_tokens_left_behind": "{:.1%} of tokens without expert",
   run_metrics.GRADIENT_NORM: "grad norm {:.4g}",

@@ -92,7 +92,10 @@ def prepare(
       vocabulary or other settings.
   """
   folder = pathlib.Path(os.path.abspath(out))
-  files = _find_inputs(inputs, folder)
+  # An input folder may contain `out`, with what an earlier call wrote.
+  files = [f for f in find_files(inputs) if folder not in pathlib.Path(os.path.abspath(f)).parents]
+  if not files:
+    raise ValueError(f"--input contains no file outside --out {folder}")
   model = pathlib.Path(local_path(vocabulary)).read_bytes()
   tokenizer = load_sentencepiece(local_path(vocabulary))
   if append_end and tokenizer.eos_id() < 0:
@@ -123,15 +126,6 @@ def prepare(
     indices = [path.name for path in folder.glob("*.ends.npy")]
     file_manifest.write(folder, [VOCABULARY, MANIFEST, *indices])
   return manifest
-
-
-def _find_inputs(patterns: str | Sequence[str], out: pathlib.Path) -> list[str]:
-  """Returns the files to tokenize; an input folder may contain `out`, with what an earlier call wrote."""
-  paths = {file: pathlib.Path(os.path.abspath(file)) for file in find_files(patterns)}
-  files = [file for file, path in paths.items() if out not in path.parents]
-  if not files:
-    raise ValueError(f"--input contains no file outside --out {out}")
-  return files
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
@@ -265,12 +259,10 @@ def _sum_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 def _split_entry(shards: Sequence[Summary], split: str) -> dict[str, Any]:
   entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
-  lengths = _sum_counts(entry["lengths"] for entry in entries)
   return {
     "documents": sum(shard["documents"] for shard in entries),
     "tokens": sum(shard["tokens"] for shard in entries),
-    "lengths": dict(sorted(lengths.items(), key=lambda item: int(item[0]))),
-    "shards": [{k: v for k, v in shard.items() if k != "lengths"} for shard in entries],
+    "shards": entries,
   }
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 
@@ -27,7 +27,6 @@ from rosetta_t5.data.prepared.batch_objectives import (
   random_keys,
 )
 from rosetta_t5.data.prepared.token_stream import (
-  DamagedRecordError,
   ProportionalMixture,
   RateMixture,
   Segments,
@@ -37,6 +36,7 @@ from rosetta_t5.data.prepared.token_stream import (
 from rosetta_t5.data.reading.files import list_files
 from rosetta_t5.data.tensorflow_import import seqio
 
+EPOCHS = "data/epochs/"  # before a folder's name, in the names of metrics
 HostBatch = dict[str, np.ndarray]
 Objective = Annotated[str, one_of(OBJECTIVES)]
 
@@ -56,7 +56,6 @@ class BatchSequence:
     rows: which of these rows this host reads.
     seed: the seed of the objectives' random choices.
     pack: whether to add segment ids and positions, although every row is a single segment.
-    unreadable: the number of damaged examples that have been replaced so far.
   """
 
   segments: Sequence[Segments]
@@ -67,7 +66,6 @@ class BatchSequence:
   rows: range
   seed: int
   pack: bool
-  unreadable: int = 0
 
   def __len__(self) -> int:
     return -(-len(self.mixture) // self.batch_size)
@@ -96,25 +94,16 @@ class BatchSequence:
     }
 
   def measures(self, step: int) -> dict[str, float]:
-    """Returns metrics at the beginning of a step.
-
-    "data/epochs/NAME" is how many times a folder has been read, "data/unreadable" the number of
-    damaged examples.
-    """
-    epochs = {f"data/epochs/{name}": n for name, n in self.epochs(step).items()}
-    return epochs | ({"data/unreadable": float(self.unreadable)} if self.unreadable else {})
-
-  def epochs(self, step: int) -> dict[str, float]:
-    """Returns how many times each folder has been read at the beginning of a step, by name."""
+    """Returns {"data/epochs/NAME": how many times a folder has been read at the beginning of a step}."""
     assert isinstance(self.mixture, RateMixture)
-    epochs: dict[Any, float] = collections.defaultdict(float)
+    epochs: dict[pathlib.Path, float] = collections.defaultdict(float)
     for source, segments in enumerate(self.segments):
       examples = self.mixture.examples_before(step * self.batch_size, source)
       epochs[segments.stream.folder] += examples / segments.count
     names = [folder.name for folder in epochs]
     if len(set(names)) < len(names):
       names = [f"{number}_{name}" for number, name in enumerate(names)]
-    return dict(zip(names, epochs.values(), strict=True))
+    return {f"{EPOCHS}{name}": n for name, n in zip(names, epochs.values(), strict=True)}
 
   def _task_features(self, numbers: Sequence[int]) -> HostBatch:
     """Returns the features of these examples, which are computed for each source at once."""
@@ -125,28 +114,12 @@ class BatchSequence:
     }
     for source in sorted(set(sources)):
       rows = [row for row, row_source in enumerate(sources) if row_source == source]
-      tokens_BL = self._read(self.segments[source], [indices[row] for row in rows])
+      segments = self.segments[source]
+      starts = [segments.start(indices[row]) for row in rows]
+      tokens_BL = segments.stream.read(starts, segments.length)
       for name, values in self.objectives[source].features(tokens_BL, keys_B[rows]).items():
         features[name][rows, : values.shape[1]] = values
     return features
-
-  def _read(self, segments: Segments, indices: Sequence[int]) -> np.ndarray:
-    starts = [segments.start(index) for index in indices]
-    try:
-      return segments.stream.read(starts, segments.length)
-    except DamagedRecordError:
-      return np.stack([self._read_or_replace(segments, index) for index in indices])
-
-  def _read_or_replace(self, segments: Segments, index: int) -> np.ndarray:
-    """Reads a segment, or the first one after it that is not damaged."""
-    for candidate in range(index, index + segments.count):
-      try:
-        return segments.stream.read([segments.start(candidate)], segments.length)[0]
-      except DamagedRecordError as error:
-        self.unreadable += 1
-        if self.unreadable.bit_count() == 1:  # powers of two, so that the log remains short
-          logging.warning("Unreadable example %d is replaced: %s", self.unreadable, error)
-    raise ValueError(f"No example of {segments.stream.folder} can be read: prepare it again")
 
   def _model_features(self, features: HostBatch) -> HostBatch:
     """Converts the task's features to the model's, as SeqIO's feature converters do."""
@@ -326,7 +299,8 @@ class PreparedTask:
 
   def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:
     """Returns a line about each folder: how many epochs the steps are."""
-    epochs = self.batch_sequence(cfg, 0, 1, 0).epochs(steps) if steps else {}
+    measures = self.batch_sequence(cfg, 0, 1, 0).measures(steps) if steps else {}
+    epochs = {name.removeprefix(EPOCHS): n for name, n in measures.items()}
     return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 

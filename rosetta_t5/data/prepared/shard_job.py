@@ -12,9 +12,10 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,12 +37,8 @@ SPLITS = ("train", "validation")
 # A longer document is stored in several records, so that a segment can be read without all of it.
 TOKENS_PER_RECORD = 4096
 _CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
-_CHARACTERS_PER_BATCH = 1_000_000
 _CHECKED_TEXTS = 64  # number of texts of a shard that are decoded again, to count what they lose
 _CHECKED_CHARACTERS = 4000  # of each of them
-
-# A piece of a document's text, and for its last piece the document's split, else "".
-Piece = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,49 +161,20 @@ def _documents(
 ) -> Iterator[tuple[str, np.ndarray, int]]:
   """Yields the split, the tokens and the size in bytes of each document; counts what texts lose."""
   tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
-  unknown = tokenizer.unk_id()
-  dtype = token_type(tokenizer.get_piece_size())
-  end = [tokenizer.eos_id()] if job.append_end else []
-  document: list[np.ndarray] = []
-  size = 0
-  for batch in _batches(_pieces(job, bad_examples)):
-    encoded = tokenizer.encode([text for text, _ in batch], out_type=int)
-    for tokens, (text, split) in zip(encoded, batch, strict=True):
-      size += len(text.encode())
-      document.append(np.array(tokens + end if split else tokens, dtype))
-      if losses["texts"] < _CHECKED_TEXTS:
-        losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
-      if unknown in tokens:
-        losses.update(count_unknown(text, tokenizer))
-      if split:
-        yield split, np.concatenate(document), size
-        document, size = [], 0
-
-
-def _pieces(job: ShardJob, bad_examples: BadExamples) -> Iterator[Piece]:
+  stored = token_type(tokenizer.get_piece_size())
+  end = [np.array([tokenizer.eos_id()], stored)] if job.append_end else []
   convert = make_converter({"text": job.text})
   reader = BlockReader(convert, job.read_options, bad_examples=bad_examples)
-  for path, _, _ in job.files:
-    for fields in reader.examples(path):
-      *pieces, last = cut_at_spaces(fields["text"], _CHARACTERS_PER_PIECE)
-      yield from ((piece, "") for piece in pieces)
-      yield last, "validation" if is_in_validation(fields, job.validation_percent) else "train"
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-  """Groups pieces into batches of limited size to tokenize together; a document may span several.
-
-  The size is limited because tokens as Python integers take twenty times the memory of the text.
-  """
-  batch: list[Piece] = []
-  characters = 0
-  for piece in pieces:
-    batch.append(piece)
-    characters += len(piece[0])
-    if characters >= _CHARACTERS_PER_BATCH:
-      yield batch
-      batch, characters = [], 0
-  yield batch
+  for fields in itertools.chain.from_iterable(reader.examples(path) for path, _, _ in job.files):
+    text, tokens = fields["text"], []
+    for piece in cut_at_spaces(text, _CHARACTERS_PER_PIECE):
+      tokens.append(np.array(tokenizer.encode(piece), stored))
+      if tokenizer.unk_id() in tokens[-1]:
+        losses.update(count_unknown(piece, tokenizer))
+    if losses["texts"] < _CHECKED_TEXTS:
+      losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
+    split = "validation" if is_in_validation(fields, job.validation_percent) else "train"
+    yield split, np.concatenate([*tokens, *end]), len(text.encode())
 
 
 class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
@@ -216,7 +184,6 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
     self.documents = 0
     self._path, self._scratch = path, unfinished_path(path)
     self._ends = [0]
-    self._lengths: collections.Counter[int] = collections.Counter()
     self._digest = hashlib.sha256()
 
   @functools.cached_property
@@ -235,7 +202,6 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
       self._writer.write(record.tobytes())
       self._digest.update(record.tobytes())
       self._ends.append(self._ends[-1] + len(record))
-    self._lengths[len(tokens).bit_length()] += 1
 
   def finish(self) -> dict[str, Any] | None:
     """Renames the complete files and returns the split's entry of the manifest; None for an empty split."""
@@ -254,8 +220,6 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
       "records": len(self._ends) - 1,
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),
-      # The number of documents by the smallest power of two above their length.
-      "lengths": {str(1 << bits): n for bits, n in sorted(self._lengths.items())},
     }
 
   def __exit__(self, *error: object) -> None:
