@@ -16,14 +16,12 @@ from rosetta_t5.checkpoints.config import (
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
-from rosetta_t5.checkpoints.formats.hugging_face.source_config import source_fact
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
 from rosetta_t5.checkpoints.model_dir import ModelDirInUseError, exclusive_model_dir
 from rosetta_t5.checkpoints.restore import UnreadableCheckpointError, fingerprint
 from rosetta_t5.checkpoints.run_start import (
   VOCABULARIES,
-  check_source_configs,
   check_vocabularies,
   create_checkpoint_manager_and_restore,
   find_base_checkpoint,
@@ -33,6 +31,7 @@ from rosetta_t5.checkpoints.run_start import (
   restored_checkpoint,
 )
 from rosetta_t5.checkpoints.saved_items import CheckpointSaveError, finish_saves_on_error
+from rosetta_t5.checkpoints.source_config import check_source_configs, source_fact
 from rosetta_t5.checkpoints.train_state_initializer import (
   TrainStateInitializer,
   check_compatibility,

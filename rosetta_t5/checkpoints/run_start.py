@@ -26,9 +26,9 @@ from rosetta_t5.checkpoints.config import (
   create_orbax_checkpoint_manager,
   get_first_valid_restore_config_and_paths,
 )
-from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.restore import UnreadableCheckpointError
+from rosetta_t5.checkpoints.source_config import check_source_configs
 from rosetta_t5.checkpoints.train_state_initializer import (
   TrainStateInitializer,
   check_and_init_fallback_state,
@@ -166,21 +166,6 @@ def check_vocabularies(
         "its file was replaced, or another was chosen. Use the original file. If you want the other "
         "one, train and infer accept it with verify_matching_vocabs_fn = None"
       )
-
-
-def check_source_configs(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
-  """Checks that a model computes what the config.json of its checkpoints states; see `check_source_config`.
-
-  Args:
-    model: the model.
-    restore_cfg: the checkpoints. Only those from Hugging Face folders have such a file.
-
-  Raises:
-    ValueError: the network has other settings, or the vocabulary another end token.
-  """
-  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
-  for path in paths:
-    check_source_config(model, path, strict=cfg is None or cfg.strict)
 
 
 def restore_for_inference(

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.checkpoints.formats.hugging_face.source_config import check_source_config
 from rosetta_t5.config.configuration import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
@@ -243,6 +242,6 @@ def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
   if cfg is None or plan["model"] is None:
     return
   expected = plan.state.state_dict()
+  checkpoints.check_source_configs(plan["model"], cfg)
   for path in paths:
-    check_source_config(plan["model"], path, cfg.strict)
     checkpoints.check_compatibility(path, expected, cfg)

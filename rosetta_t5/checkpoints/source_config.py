@@ -11,6 +11,10 @@ from etils import epath
 
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import read_run_facts
+from rosetta_t5.checkpoints.config import (
+  RestoreCheckpointConfig,
+  get_first_valid_restore_config_and_paths,
+)
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.checkpoints.restore import read_arrays
 
@@ -41,39 +45,38 @@ def source_fact(path: epath.PathLike | None) -> dict[str, Any]:
   return {_FACT: config} if config else {}
 
 
-def check_source_config(model: Any, path: epath.PathLike, strict: bool = True) -> None:
-  """Checks that a model computes what the config.json in the folder of a checkpoint states.
+def check_source_configs(model: Any, restore_cfg: RestoreCheckpointConfig | None) -> None:
+  """Checks that a model computes what the config.json of its checkpoints states.
 
   Args:
     model: the run's model.
-    path: a checkpoint. Only a Hugging Face folder and a checkpoint converted from one have the file.
-    strict: whether a difference is an error; otherwise it is logged.
+    restore_cfg: the checkpoints. Only Hugging Face folders and checkpoints converted from one have the file.
 
   Raises:
-    ValueError: the network has other settings, or the vocabulary another end token.
+    ValueError: the network has other settings, or the vocabulary another end token. With `strict = False`
+      the difference is logged.
   """
-  file = epath.Path(path) / folder.CONFIG
-  if not file.exists():
-    return
-  config, network = folder.read_config(file), model.network_config
-  settings = folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
-  differences = [
-    *_differing_settings(settings, network),
-    *_differing_end(config, model, settings["vocab_size"]),
-  ]
-  if config.get("pad_token_id"):
-    _log.warning(
-      "%s: pad_token_id is %s, but token 0 is padding here, so texts must not contain token 0",
-      *(file, config["pad_token_id"]),
-    )
-  if not differences:
-    return
-  message = f"{file} does not describe this run's model. Set\n  " + "\n  ".join(differences)
-  if strict:
-    raise ValueError(
-      f"{message}\nor accept another computation with RestoreCheckpointConfig.strict = False"
-    )
-  _log.warning("%s", message)
+  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  for path in filter(lambda path: (epath.Path(path) / folder.CONFIG).exists(), paths):
+    file = epath.Path(path) / folder.CONFIG
+    config = folder.read_config(file)
+    settings = folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
+    if config.get("pad_token_id"):
+      _log.warning(
+        "%s: pad_token_id is %s, but token 0 is padding here, so texts must not contain token 0",
+        *(file, config["pad_token_id"]),
+      )
+    differences = [
+      *_differing_settings(settings, model.network_config),
+      *_differing_end(config, model, settings["vocab_size"]),
+    ]
+    message = f"{file} does not describe this run's model. Set\n  " + "\n  ".join(differences)
+    if differences and (cfg is None or cfg.strict):
+      raise ValueError(
+        f"{message}\nor accept another computation with RestoreCheckpointConfig.strict = False"
+      )
+    if differences:
+      _log.warning("%s", message)
 
 
 def _differing_settings(settings: Mapping[str, Any], network: Any) -> Iterator[str]:
