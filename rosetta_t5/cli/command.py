@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
       return _run([*(sys.argv[1:] if argv is None else argv)], is_own_process=argv is None)
     finally:
-      sys.stdout.flush()  # so that a closed pipe is noticed here
+      print(end="", flush=True)  # so that a closed pipe is noticed here
 
 
 def run_module(verb: str) -> int:
