@@ -8,7 +8,7 @@ import jax
 import seqio
 import tensorflow as tf
 
-EXAMPLES_BEFORE_THE_HANG = 200
+EXAMPLES_BEFORE_THE_HANG = 600  # More than a run reads before its first step.
 
 
 def read(split, shuffle_files=False, seed=None):
