@@ -247,10 +247,11 @@ def test_noise_is_the_larger_difference_of_the_last_two_quarters():
 
 
 @pytest.mark.slow
-def test_runs_learn_the_same_and_differ_by_rounding(capsys, tmp_path):
+def test_runs_learn_the_same_and_differ_by_rounding(capsys, monkeypatch, tmp_path):
   path = tmp_path / "fp8.json"
   size = ["--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "40"]
-  main(["bench", "fp8", *size, "--emulate", "--json", str(path)])
+  monkeypatch.setattr("sys.argv", ["fp8_comparison", *size, "--emulate", "--json", str(path)])
+  fp8_comparison.main()
   result = json.loads(path.read_text())
   assert list(result["runs"]) == ["bfloat16", "bfloat16, nudged", "fp8"]
   plain, nudged, eight_bits = (np.array(run["losses"]) for run in result["runs"].values())

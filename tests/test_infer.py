@@ -403,17 +403,10 @@ def test_killed_processes_continue_after_their_last_chunk(tmp_path, request, cou
   assert (tmp_path / _OUTPUT).read_text() == whole
 
 
-# Processes are connected through process 0. Without it, jax ends the others with its own message.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("lost", "text"),
-  [
-    (0, "Terminating process because the JAX distributed service detected fatal errors"),
-    (1, r"while this process was inferring chunk [34]\. The log of that process, or the kernel"),
-  ],
-)
+@pytest.mark.parametrize("lost", [0, 1])
 def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
-  tmp_path, whole_of_two, lost, text
+  tmp_path, whole_of_two, lost
 ):
   processes = _start(2, tmp_path)
   for line in processes[0].stdout:
@@ -423,10 +416,10 @@ def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
   output = processes[1 - lost].communicate(timeout=60)[0]
   processes[lost].communicate()
   assert processes[1 - lost].returncode not in (0, -signal.SIGKILL)
-  assert re.search(text, output), output[-3000:]
-  if lost:
-    assert f"error: this run has lost process 1 ({socket.gethostname()}, process id" in output
-    assert "Traceback" not in output
+  assert re.search(rf"this run ends because process {lost}.* has died without a message", output), (
+    output
+  )
+  assert "Traceback" not in output
   # The remaining process may write one more chunk.
   continuing = "continuing after [34] chunks" if lost else "continuing after 2 chunks"
   assert re.search(continuing, _finish(_start(2, tmp_path)))

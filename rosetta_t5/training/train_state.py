@@ -192,9 +192,10 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
       "param_states": optimizer.state.param_states,
       "optimizer_def": optimizer.optimizer_def,
     }
-  if isinstance(changes.get("params"), dict):
-    # A user, or a user's optimizer, may give a plain dict.
-    changes["params"] = _like(state.params, changes["params"])
+  for name in ("params", "flax_mutables"):
+    # The step, a user, or a user's optimizer may give a plain dict.
+    if isinstance(changes.get(name), dict) and isinstance(getattr(state, name), FrozenDict):
+      changes[name] = freeze(changes[name])
   return _replace_fields(state, **changes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-import jax
+from rosetta_t5.distributed import join_processes
 
 
 def pause(series, number, seconds):
@@ -16,9 +16,7 @@ def pause(series, number, seconds):
 
 if __name__ == "__main__":
   folder, port, index = sys.argv[1:]
-  jax.distributed.initialize(
-    f"localhost:{port}", num_processes=2, process_id=int(index), heartbeat_timeout_seconds=45
-  )
+  join_processes(True, f"localhost:{port}", process_count=2, process_index=int(index))
   import killed
 
   from rosetta_t5 import infer

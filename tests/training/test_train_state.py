@@ -69,6 +69,13 @@ def test_gradients_are_applied_by_the_optimizer_and_the_old_state_does_not_chang
   assert_equal(STATE, before)
 
 
+def test_a_state_of_frozen_dicts_keeps_its_structure_when_a_step_gives_plain_dicts():
+  state = TrainState.create(adafactor(), freeze(variables(Bigram(counts_calls=True))))
+  grads = freeze({"table": jnp.ones((32, 32))})
+  updated = state.apply_gradient(grads, 0.1, {"counters": {"calls": 3}})
+  assert jax.tree.structure(updated) == jax.tree.structure(state)
+
+
 def test_parts_can_be_replaced():
   state = STATE.replace_step(jnp.int32(5)).replace_params({"table": jnp.zeros((32, 32))})
   state = state.replace_flax_mutables({})
