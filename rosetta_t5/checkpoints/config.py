@@ -21,7 +21,8 @@ from rosetta_t5.training.train_state import TrainState
 
 _MODES = ("latest", "all", "specific")
 Mode = Annotated[str, one_of(_MODES)]
-StoredDType = Annotated[str, one_of(("float32", "bfloat16", "float16"))]
+_DTYPES = ("float32", "bfloat16", "float16")
+StoredDType = Annotated[str, one_of(_DTYPES)]
 
 
 @runtime_checkable
@@ -80,7 +81,7 @@ class SaveCheckpointConfig:
   )
 
   def __post_init__(self) -> None:
-    _check_dtype(self.dtype, "SaveCheckpointConfig.dtype")
+    check_one_of("SaveCheckpointConfig.dtype", self.dtype or _DTYPES[0], _DTYPES)
 
 
 @dataclasses.dataclass
@@ -125,7 +126,7 @@ class RestoreCheckpointConfig:
 
   def __post_init__(self) -> None:
     check_one_of("RestoreCheckpointConfig.mode", self.mode, _MODES)
-    _check_dtype(self.dtype, "RestoreCheckpointConfig.dtype")
+    check_one_of("RestoreCheckpointConfig.dtype", self.dtype or _DTYPES[0], _DTYPES)
     if isinstance(self.checkpointer_cls, TransformsRestoredState):
       transform = self.checkpointer_cls.transform_restored_state
       self.state_transformation_fns = (transform, *self.state_transformation_fns)
@@ -148,11 +149,6 @@ class CheckpointConfig:
 
   save: SaveCheckpointConfig | None = None
   restore: RestoreCheckpointConfig | None = None
-
-
-def _check_dtype(dtype: Any, field: str) -> None:
-  if dtype not in (None, "float32", "bfloat16", "float16"):
-    raise ValueError(f"{field} must be 'float32', 'bfloat16', 'float16' or None, got {dtype!r}")
 
 
 def get_first_valid_restore_config_and_paths(
@@ -204,65 +200,45 @@ def create_orbax_checkpoint_manager(
     model_dir: the folder of checkpoints; None for the path of `restore_cfg`.
 
   Raises:
-    ValueError: there is no config or no folder, or Orbax cannot save into it.
+    ValueError: there is no folder, or Orbax cannot save into it.
   """
-  if save_cfg is None and restore_cfg is None:
-    raise ValueError("a checkpoint manager needs a SaveCheckpointConfig or RestoreCheckpointConfig")
   save = save_cfg or SaveCheckpointConfig()
   load = restore_cfg or RestoreCheckpointConfig(path=None)
-  directory = _checked_folder(model_dir or next(iter(load.paths()), None), save_cfg is not None)
+  directory = model_dir or next(iter(load.paths()), None)
+  if directory is None:
+    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
+  if save_cfg is not None and set("*?[]\\").intersection(os.fspath(directory)):
+    raise ValueError(
+      f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
+    )
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
-  saver: Any = None
-  if save.checkpointer_cls is not None:
-    # It is built even if only its settings are needed: gin applies its bindings when it is called.
-    saver = save.checkpointer_cls(**state, checkpoints_dir=os.fspath(directory))
+  # It is built even if only its settings are needed: gin applies its bindings when it is called.
+  saver: Any = save.checkpointer_cls and save.checkpointer_cls(
+    **state, checkpoints_dir=os.fspath(directory)
+  )
+  options: dict[str, Any] = {}
+  if save_cfg is not None:
+    names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
+    options = {"save_dtype": save.dtype, **{name: getattr(save, name) for name in names}}
+    options |= saver.manager_options() if isinstance(saver, SetsManagerOptions) else {}
   manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
     restore_dtype=load.dtype,
-    **(_save_options(save, saver) if save_cfg else {}),
+    **options,
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.state_transformation_fns = tuple(save.state_transformation_fns)
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
-  manager.user_restore = _user_restore(load, ds_iter, state)
-  return manager
-
-
-def _checked_folder(directory: epath.PathLike | None, saves: bool) -> epath.PathLike:
-  """Returns the folder of checkpoints; raises ValueError if there is none, or it cannot be saved into."""
-  if directory is None:
-    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
-  if saves and set("*?[]\\").intersection(os.fspath(directory)):
-    raise ValueError(
-      f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
+  if load.checkpointer_cls is not None:
+    iterator = ds_iter if load.restore_dataset else None
+    restorer = load.checkpointer_cls(
+      **state, checkpoints_dir="", dataset_iterator=iterator, restore_dtype=load.dtype
     )
-  return directory
-
-
-def _save_options(cfg: SaveCheckpointConfig, checkpointer: Any) -> dict[str, Any]:
-  """Returns the manager's arguments for saving."""
-  return {
-    "save_dtype": cfg.dtype,
-    "keep": cfg.keep,
-    "period": cfg.period,
-    "checkpoint_steps": cfg.checkpoint_steps,
-    "keep_dataset_checkpoints": cfg.keep_dataset_checkpoints,
-    **(checkpointer.manager_options() if isinstance(checkpointer, SetsManagerOptions) else {}),
-  }
-
-
-def _user_restore(
-  cfg: RestoreCheckpointConfig, ds_iter: Any, state: Mapping[str, Any]
-) -> Callable[..., Any] | None:
-  """Returns the `restore` of a user's checkpointer; None if there is none."""
-  if cfg.checkpointer_cls is None:
-    return None
-  iterator = ds_iter if cfg.restore_dataset else None
-  options = {"dataset_iterator": iterator, "restore_dtype": cfg.dtype}
-  return _overridden(cfg.checkpointer_cls(**state, checkpoints_dir="", **options), "restore")
+    manager.user_restore = _overridden(restorer, "restore")
+  return manager
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:

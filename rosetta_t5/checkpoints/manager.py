@@ -207,8 +207,8 @@ class OrbaxCheckpointManagerInterface:
       self._pending = step
       writer.save(step, args=ocp.args.Composite(**items), force=True)
     except Exception as error:
-      self._pending = None
-      raise saved_items.save_error(self.directory, step, error) from error
+      failure, self._pending = saved_items.save_error(self.directory, step, error), None
+      raise failure from error
     self._steps = sorted({*self._steps, step})
     return True
 
@@ -225,7 +225,7 @@ class OrbaxCheckpointManagerInterface:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
       self._steps = [saved for saved in self._steps if saved != step]
-      raise saved_items.save_error(self.directory, step, error) from error
+      raise self._save_error(error) from error
     finally:
       self._pending = None
     self.reload()
@@ -329,8 +329,14 @@ class OrbaxCheckpointManagerInterface:
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
     except ValueError as error:
-      advice = saved_items.start_over_text(folder, folder.parent == self.directory)
-      raise ValueError(f"{error}. {advice}") from error
+      step = checkpoint_folders.step_of(folder)
+      setting = f"SaveCheckpointConfig.ignore_dataset_until={step}"
+      if folder.parent != self.directory:
+        setting = "RestoreCheckpointConfig.restore_dataset=False"
+      raise ValueError(
+        f"{error}. To continue from this checkpoint and start the data from its beginning, set "
+        f"--gin.utils.{setting}"
+      ) from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
     replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
@@ -358,7 +364,7 @@ class OrbaxCheckpointManagerInterface:
     if self._writer is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
       handlers: dict[str, Any] = {STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)}
-      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self.directory)
+      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self._save_error)
       if self._dataset_iterator is not None:
         handlers[DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(
@@ -396,3 +402,6 @@ class OrbaxCheckpointManagerInterface:
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):
       manifest.write(folder, [n for n in manifest.files_in(folder) if n not in _COMMIT_FILES])
+
+  def _save_error(self, error: Exception) -> Exception:
+    return saved_items.save_error(self.directory, self._pending or 0, error)

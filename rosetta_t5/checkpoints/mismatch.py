@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ _SIZES = (
   (re.compile(r"rel_embedding$"), 0, "num_heads"),
   (re.compile(r"rel_embedding$"), -1, "num_buckets"),
   (re.compile(r"/mlp/wi(_\d)?/kernel$"), -1, "mlp_dim"),
+  (re.compile(r"/mlp/expert/"), 0, "num_experts"),
 )
 
 _log = logging.getLogger(__name__)
@@ -112,25 +113,18 @@ def find_restorable(
     )
     return {name for name in expected if not is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
-  initialized = _prefixes_of_initialized(has_state, allow_missing)
+  # What is initialized wherever the checkpoint differs.
+  initialized = FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
+  if allow_missing:
+    initialized = (*FP8_COLLECTIONS, OPTIMIZER_STATE)
   refused = [
     m for m in mismatches if not (m.name.startswith(initialized) or allowed.get(m.problem))
   ]
   if refused:
     raise mismatch_error(path, refused)
   _log_mismatches(path, mismatches)
-  return _without_mismatches(expected, {mismatch.name for mismatch in mismatches})
-
-
-def _prefixes_of_initialized(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
-  """Returns the prefixes of the arrays that are initialized wherever the checkpoint differs."""
-  if allow_missing:
-    return (*FP8_COLLECTIONS, OPTIMIZER_STATE)
-  return FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
-
-
-def _without_mismatches(expected: Iterable[str], omitted: set[str]) -> set[str]:
-  """Returns the names to restore; a parameter's optimizer state is restored as a whole or not at all."""
+  omitted = {mismatch.name for mismatch in mismatches}
+  # A parameter's optimizer state is restored as a whole or not at all.
   incomplete = {name.rpartition("/")[0] for name in omitted if is_optimizer_state(name)}
   return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
 
@@ -146,14 +140,13 @@ def mismatch_error(path: Any, mismatches: list[Mismatch]) -> CheckpointMismatchE
 
 
 def _log_mismatches(path: Any, mismatches: list[Mismatch]) -> None:
-  """Logs what is not restored: state at level DEBUG, because its initialization is logged too."""
+  """Logs what is not restored, except for state, whose initialization is logged by the restore."""
   consequences = {"missing": "is not in it and is initialized", "unexpected": "is not used"}
   for mismatch in mismatches:
-    default = f"has a {mismatch.problem} and is initialized"
-    is_state = mismatch.name.startswith(("state/", *FP8_COLLECTIONS))
-    level = logging.DEBUG if is_state else logging.WARNING
-    consequence = consequences.get(mismatch.problem, default)
-    _log.log(level, "checkpoint %s: %s %s", path, mismatch.name, consequence)
+    if not mismatch.name.startswith(("state/", *FP8_COLLECTIONS)):
+      default = f"has a {mismatch.problem} and is initialized"
+      consequence = consequences.get(mismatch.problem, default)
+      _log.warning("checkpoint %s: %s %s", path, mismatch.name, consequence)
   unused = [m.name for m in mismatches if is_optimizer_state(m.name) and m.problem != "missing"]
   if unused:
     _log.warning(
@@ -182,28 +175,16 @@ def _advice(path: Any, mismatches: list[Mismatch]) -> str:
     "missing": " RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.",
     "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
   }
-  sizes = _advice_about_sizes(mismatches)
-  usual = f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). "
-  return (
-    f"{_advice_about_experts(mismatches)}{sizes or usual}To train from scratch instead, set an empty folder "
-    "(--gin.MODEL_DIR=\"'...'\") and no INITIAL_CHECKPOINT_PATH."
-    f"{''.join(text for problem, text in options.items() if problem in problems)}"
+  advice = _advice_about_sizes(mismatches) or (
+    f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). "
   )
-
-
-def _advice_about_experts(mismatches: list[Mismatch]) -> str:
-  """Returns a sentence if the checkpoint has no experts or another number of them, and "" otherwise."""
-  experts = [mismatch for mismatch in mismatches if _EXPERT.fullmatch(mismatch.name)]
-  if not experts:
-    return ""
-  if all(mismatch.problem == "missing" for mismatch in experts):
-    return "To start the experts from this dense model, use gin/runs/moe/sparse_upcycle.gin. "
-  stored, expected = (re.findall(r"\d+", text) for text in (experts[0].stored, experts[0].expected))
-  if experts[0].problem != "wrong shape" or stored[0] == expected[0]:
-    return ""
+  experts = {m.problem for m in mismatches if _EXPERT.fullmatch(m.name)}
+  if experts == {"missing"}:
+    advice = "To start the experts from this dense model, use gin/runs/moe/sparse_upcycle.gin. "
   return (
-    f"The checkpoint has {stored[0]} experts in a layer, and this model has {expected[0]}: set "
-    f"num_experts = {stored[0]} in the network's config. "
+    f"{advice}To train from scratch instead, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
+    "INITIAL_CHECKPOINT_PATH."
+    f"{''.join(text for problem, text in options.items() if problem in problems)}"
   )
 
 
@@ -211,13 +192,11 @@ def _advice_about_sizes(mismatches: list[Mismatch]) -> str:
   """Returns a sentence that names the network's settings with which the shapes would be equal, or ""."""
   settings: dict[str, str] = {}
   for mismatch in (m for m in mismatches if m.problem == "wrong shape"):
-    shapes = [
-      re.findall(r"\d+", text.split(")")[0]) for text in (mismatch.stored, mismatch.expected)
-    ]
+    texts = (mismatch.stored, mismatch.expected)
+    stored, expected = (re.findall(r"\d+", text.split(")")[0]) for text in texts)
     for pattern, axis, setting in _SIZES:
-      if pattern.search(mismatch.name) and len(shapes[0]) == len(shapes[1]):
-        stored, expected = (shape[axis] for shape in shapes)
-        settings |= {setting: stored} if stored != expected else {}
+      if pattern.search(mismatch.name) and len(stored) == len(expected):
+        settings |= {setting: stored[axis]} if stored[axis] != expected[axis] else {}
   if not settings:
     return ""
   advice = f"Set {', '.join(f'{name} = {size}' for name, size in settings.items())} in the network's config"

@@ -47,7 +47,6 @@ from rosetta_t5.checkpoints.mismatch import (
   is_optimizer_state,
 )
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
-from rosetta_t5.distributed.coordination import allgather_text
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 
@@ -65,8 +64,6 @@ _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _STEP = "state/step"
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
 MAX_BYTES_IN_FLIGHT = 2 << 30
-# How long a process waits for another one that verifies more, or reads from a slower disk.
-_VERIFY_TIMEOUT_S = 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -243,9 +240,9 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
     Whether it has a manifest; the checkpoints of other programs have none.
 
   Raises:
-    UnreadableCheckpointError: a file is missing or damaged. All processes of the run raise it.
+    UnreadableCheckpointError: a file in this process's share is missing or damaged.
   """
-  folder, damage, has_manifest = manifest_folder(path), "", False
+  folder = manifest_folder(path)
 
   def select(name: str) -> bool:
     # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
@@ -253,15 +250,9 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
     return not is_position or (with_dataset and (folder / name).exists())
 
   try:
-    has_manifest = manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
-  except manifest.DamagedFileError as error:
-    damage = str(error)
-  except OSError as error:
+    return manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
+  except (OSError, manifest.DamagedFileError) as error:
     raise unreadable_error(path, error) from error
-  damages = allgather_text(damage, f"verified {folder.name}", _VERIFY_TIMEOUT_S)
-  if found := next(filter(None, damages), None):
-    raise unreadable_error(path, manifest.DamagedFileError(found))
-  return has_manifest
 
 
 def manifest_folder(path: epath.PathLike) -> epath.Path:

@@ -31,10 +31,9 @@ from rosetta_t5.checkpoints.restore import UnreadableCheckpointError
 from rosetta_t5.checkpoints.source_config import check_source_configs
 from rosetta_t5.checkpoints.train_state_initializer import (
   TrainStateInitializer,
-  check_and_init_fallback_state,
   restore,
 )
-from rosetta_t5.distributed.coordination import broadcast_text
+from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 from rosetta_t5.manifest import DamagedFileError
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
@@ -42,7 +41,7 @@ from rosetta_t5.training.train_state import TrainState
 # The run fact with digests of the vocabularies by side ("input", "output").
 VOCABULARIES = "vocabularies"
 # How long a process waits for another one that reads more, or from a slower disk.
-_RESTORE_TIMEOUT_S = 3600.0
+_TIMEOUT_S = 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -251,9 +250,8 @@ def create_checkpoint_manager_and_restore(
   cfg = restore_checkpoint_cfg
   if restore_path is None or cfg is None:
     return None, manager
-  init_fn = train_state_initializer.from_scratch
-  fallback_state = check_and_init_fallback_state(
-    manager, [restore_path], cfg, shapes, init_fn, fallback_init_rng
+  fallback_state = train_state_initializer.fallback_state(
+    manager, [restore_path], cfg, fallback_init_rng
   )
   state = _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir)
   return state, manager
@@ -268,32 +266,35 @@ def _restore_latest_undamaged(
 ) -> Any:
   """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:
+    state, failure = None, None
     try:
-      return restore(manager, path, cfg, fallback_state)
+      state = restore(manager, path, cfg, fallback_state)
     except UnreadableCheckpointError as error:
-      is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
-      if not (is_own and cfg.mode == "latest" and older_steps(path)):
-        raise
-      path = _rename_damaged(path, error.damage)
-      manager.reload()
+      failure = error
+    # A process sees only damage in its part.
+    damages = allgather_text(failure.damage if failure else "", f"restored {path}", _TIMEOUT_S)
+    damage = next(filter(None, damages), None)
+    if damage is None:
+      return state
+    is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
+    if not (is_own and cfg.mode == "latest" and older_steps(path)):
+      raise failure or UnreadableCheckpointError(damage)
+    path = _rename_damaged(epath.Path(path), damage)
+    manager.reload()
 
 
-def _rename_damaged(path: str, damage: str) -> str:
+def _rename_damaged(folder: epath.Path, damage: str) -> str:
   """Renames a damaged checkpoint and returns the path of the one before it."""
-  folder = epath.Path(path)
-  older = os.fspath(checkpoint_path(folder.parent, older_steps(path)[-1]))
-  renamed = ""
+  older = os.fspath(checkpoint_path(folder.parent, older_steps(folder)[-1]))
   if jax.process_index() == 0:
     # A checkpoint of this step may have been damaged, and written again, before.
     suffixes = itertools.chain([""], (f"_{n}" for n in itertools.count(2)))
-    names = (folder.parent / f"damaged_{folder.name}{suffix}" for suffix in suffixes)
-    renamed = os.fspath(next(name for name in names if not name.exists()))
+    names = (folder.with_name(f"damaged_{folder.name}{suffix}") for suffix in suffixes)
+    renamed = next(name for name in names if not name.exists())
     folder.rename(renamed)
-  older = broadcast_text(older, f"older than {folder.name}", _RESTORE_TIMEOUT_S)
-  # The broadcast also makes the other processes wait for the rename.
-  renamed = broadcast_text(renamed, f"renamed {folder.name}", _RESTORE_TIMEOUT_S)
-  _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
-  return older
+    _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
+  # The other processes wait for the rename.
+  return broadcast_text(older, f"renamed {folder.name}", _TIMEOUT_S)
 
 
 def _no_checkpoint_text(cfg: RestoreCheckpointConfig) -> str:

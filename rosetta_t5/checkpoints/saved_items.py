@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,6 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
   all_steps,
   checkpoint_path,
   files_matching,
-  step_of,
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error, reason_of
@@ -140,17 +138,19 @@ def finish_saves_on_error(manager: Any) -> Iterator[None]:
     raise
 
 
-def end_run_if_a_write_fails(handler: Any, directory: epath.Path) -> None:
+def end_run_if_a_write_fails(handler: Any, make_error: Callable[[Exception], Exception]) -> None:
   """Lets a failed write of one process end a run of several processes.
 
   Otherwise Orbax lets the others wait for ten minutes for that process's part of the checkpoint.
+
+  Args:
+    handler: Orbax's handler of the train state, whose `async_save` is replaced.
+    make_error: returns the error that the run reports.
   """
   original = handler.async_save
 
-  async def async_save(folder: Any, *args: Any, **options: Any) -> list[Any]:
-    (step,) = re.findall(r"checkpoint_(\d+)", str(getattr(folder, "path", folder)))[-1:] or ["0"]
-    writes = await original(folder, *args, **options)
-    return [_Write(write, directory, int(step)) for write in writes or ()]
+  async def async_save(*args: Any, **options: Any) -> list[Any]:
+    return [_Write(write, make_error) for write in await original(*args, **options) or ()]
 
   if jax.process_count() > 1:
     handler.async_save = async_save
@@ -158,46 +158,35 @@ def end_run_if_a_write_fails(handler: Any, directory: epath.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Write:
-  """A write of Orbax in the background, to the checkpoint of `step` in `directory`."""
+  """A write of Orbax in the background."""
 
   write: Any
-  directory: epath.Path
-  step: int
+  make_error: Callable[[Exception], Exception]
 
   def result(self, timeout: float | None = None) -> Any:
     try:
       return self.write.result(timeout)
     except Exception as error:
       with contextlib.suppress(SystemExit), exit_on_user_error():
-        raise save_error(self.directory, self.step, error) from error
+        raise self.make_error(error) from error
       raise
 
 
 def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
   """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
-  if directory.parent.is_dir() and not directory.exists():
-    return CheckpointSaveError(
-      f"checkpoint {checkpoint_path(directory, step)} could not be saved, because {directory} was moved "
-      "or removed during the run: move it back, or set MODEL_DIR to its new place, then start the run "
-      "again to resume from its last checkpoint."
-    )
   complete = [s for s in all_steps(directory) if s != step]
   last = f"the last complete one is step {complete[-1]}" if complete else "there is no complete one"
   purpose = " to resume from there" if complete else ""
   is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)
   advice = "free some space or set a writable MODEL_DIR, then " if is_disk_error else ""
-  return CheckpointSaveError(
-    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {reason_of(error)}. "
-    f"{_describe_free_space(directory)}In this folder {last}; {advice}start the run "
-    f"again{purpose}."
+  disk = next(
+    (folder for folder in (directory, *directory.parents) if os.path.exists(folder)), None
   )
-
-
-def _describe_free_space(directory: epath.Path) -> str:
-  for folder in (directory, *directory.parents):
-    if folder.exists() and not os.fspath(folder).startswith("gs://"):
-      return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free on that disk. "
-  return ""
+  free = f"{shutil.disk_usage(disk).free / 1e9:.1f} GB are free on that disk. " if disk else ""
+  return CheckpointSaveError(
+    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {reason_of(error)}. {free}In this "
+    f"folder {last}; {advice}start the run again{purpose}."
+  )
 
 
 def dataset_filename(shard_id: int, num_shards: int) -> str:
@@ -239,20 +228,22 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     if self._should_write:
       args.item.save(os.fspath(epath.Path(directory) / self._filename))
 
-  def restore(self, directory: epath.Path, args: DatasetArgs | None = None) -> Any:
+  def restore(self, directory: epath.Path, args: DatasetArgs) -> Any:
     """Moves `args.item` to the stored position and returns it.
 
     Raises:
       ValueError: there is no stored position for this process in `directory`.
     """
-    if args is None or args.item is None:
-      raise ValueError("DatasetCheckpointHandler.restore needs DatasetArgs(item=iterator)")
     folder, filename = epath.Path(directory), self._filename
     found = [file.name for file in files_matching(folder, f"{DATASET_PREFIX}-*")]
     if not any(name.startswith(filename) for name in found):
       # A position that is only a step number is the same in every shard.
       if not (found and getattr(args.item, "is_shard_independent", False)):
-        raise ValueError(_missing_position_text(folder, filename, found))
+        raise ValueError(
+          f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process (it has "
+          f"{', '.join(found) or 'none'}): the run that wrote it did not save its dataset, or read it in "
+          "another number of shards (hosts)"
+        )
       filename = found[0]
     args.item.restore(os.fspath(folder / filename))
     return args.item
@@ -261,19 +252,6 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)(
   DatasetArgs
 )
-
-
-def start_over_text(checkpoint: epath.Path, is_own: bool) -> str:
-  """Returns advice on how to continue from a checkpoint while restarting its data."""
-  setting = (
-    f"SaveCheckpointConfig.ignore_dataset_until={step_of(checkpoint)}"
-    if is_own
-    else "RestoreCheckpointConfig.restore_dataset=False"
-  )
-  return (
-    "To continue from this checkpoint and start the data from its beginning, set "
-    f"--gin.utils.{setting}"
-  )
 
 
 def batch_shapes(iterator: Any) -> dict[str, list[int]]:
@@ -300,13 +278,4 @@ def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
     f"checkpoint {folder} contains a position in data with other batches "
     f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
     "position refers to other examples. Restore these settings"
-  )
-
-
-def _missing_position_text(folder: epath.Path, filename: str, found: list[str]) -> str:
-  """Describes which dataset positions a checkpoint has, and how to continue without this one."""
-  have = f"it has {', '.join(found)}" if found else "it has none"
-  return (
-    f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process ({have}): "
-    "the run that wrote it did not save its dataset, or read it in another number of shards (hosts)"
   )

@@ -195,13 +195,13 @@ class TrainStateInitializer:
     cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
     if cfg is None:
       return
-    shapes = self.global_train_state_shape
     manager = create_orbax_checkpoint_manager(
-      restore_cfg=cfg, train_state=shapes, partitioner=self._partitioner, ds_iter=ds_iter
+      restore_cfg=cfg,
+      train_state=self.global_train_state_shape,
+      partitioner=self._partitioner,
+      ds_iter=ds_iter,
     )
-    fallback_state = check_and_init_fallback_state(
-      manager, paths, cfg, shapes, self.from_scratch, init_rng
-    )
+    fallback_state = self.fallback_state(manager, paths, cfg, init_rng)
     for path in paths:
       yield restore(manager, path, cfg, fallback_state), path
 
@@ -232,6 +232,28 @@ class TrainStateInitializer:
     """Returns the train state of `from_checkpoint`, or if there is none, of `from_scratch`."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state
+
+  def fallback_state(
+    self,
+    manager: Any,
+    paths: Sequence[str],
+    cfg: RestoreCheckpointConfig,
+    init_rng: jax.Array | None,
+  ) -> dict[str, Any] | None:
+    """Returns `get_fallback_state` after checking that each of `paths` can be restored with it.
+
+    The check comes first, because the fallback state takes memory. It is left out if a user's own
+    class of manager restores.
+
+    Raises:
+      CheckpointMismatchError: a checkpoint does not match even with the fallback.
+      ValueError: a fallback is allowed, but `init_rng` is None.
+    """
+    if cfg.fallback_to_scratch and isinstance(manager, OrbaxCheckpointManagerInterface):
+      for path in paths:
+        with contextlib.suppress(UnreadableCheckpointError):  # raised again by the restore
+          check_compatibility(path, self.global_train_state_shape.state_dict(), cfg)
+    return get_fallback_state(cfg, self.from_scratch, init_rng)
 
 
 def restore(
@@ -306,31 +328,3 @@ def get_fallback_state(
       "give fallback_init_rng (of evaluate or infer), or set fallback_to_scratch to False"
     )
   return init_fn(init_rng).state_dict()
-
-
-def check_and_init_fallback_state(
-  checkpoint_manager: OrbaxCheckpointManagerInterface,
-  paths: Sequence[str],
-  restore_cfg: RestoreCheckpointConfig,
-  expected: TrainState,
-  init_fn: Callable[[jax.Array], TrainState],
-  init_rng: jax.Array | None,
-) -> dict[str, Any] | None:
-  """Returns `get_fallback_state` after checking that each of `paths` can be restored with it.
-
-  The check comes first, because the fallback state takes memory.
-
-  Args:
-    checkpoint_manager: the manager that will restore. With a user's own class nothing is checked.
-    expected: the train state's shapes.
-
-  Raises:
-    CheckpointMismatchError: a checkpoint does not match even with the fallback.
-    ValueError: a fallback is allowed, but `init_rng` is None.
-  """
-  is_ours = isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface)
-  if restore_cfg.fallback_to_scratch and is_ours:
-    for path in paths:
-      with contextlib.suppress(UnreadableCheckpointError):  # raised again by the restore
-        check_compatibility(path, expected.state_dict(), restore_cfg)
-  return get_fallback_state(restore_cfg, init_fn, init_rng)
