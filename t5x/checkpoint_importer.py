@@ -14,9 +14,11 @@ from rosetta_t5.checkpoints.formats.mesh_tf import (
   load_tf_ckpt,
   mlpblock,
   rel_embeddings,
-  restore_from_t5_checkpoint,
   separate_embeddings,
   shared_embeddings,
   t5_importer,
 )
-from rosetta_t5.compat.checkpoints.checkpoint_loading import LazyAwaitableArray
+from rosetta_t5.compat.checkpoints.checkpoint_loading import (
+  LazyAwaitableArray,
+  restore_from_t5_checkpoint,
+)

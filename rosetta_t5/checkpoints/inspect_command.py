@@ -11,19 +11,9 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import manifest
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DATASET_ITEM,
-  CheckpointTypes,
-  all_steps,
-  checkpoint_path,
-  detect_checkpoint_type,
-  disk_bytes,
-  find_checkpoint_type,
-  read_run_facts,
-  resolve_checkpoint,
-)
 from rosetta_t5.checkpoints.model_dir import is_pinned_checkpoint
 from rosetta_t5.checkpoints.restore import (
   UnreadableCheckpointError,
@@ -34,10 +24,10 @@ from rosetta_t5.checkpoints.restore import (
 from rosetta_t5.user_errors import printable
 
 _LAYOUT_NAMES = {
-  CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
-  CheckpointTypes.T5X: "T5X's older layout",
-  CheckpointTypes.T5X_TF: "Mesh TensorFlow",
-  CheckpointTypes.HUGGING_FACE: "Hugging Face",
+  checkpoint_folders.CheckpointTypes.ORBAX: "Orbax (T5X, rosetta-t5)",
+  checkpoint_folders.CheckpointTypes.T5X: "T5X's older layout",
+  checkpoint_folders.CheckpointTypes.T5X_TF: "Mesh TensorFlow",
+  checkpoint_folders.CheckpointTypes.HUGGING_FACE: "Hugging Face",
 }
 
 
@@ -63,29 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def list_steps(path: epath.PathLike) -> int:
   """Prints a line for each checkpoint in a folder."""
-  steps = all_steps(path)
+  steps = checkpoint_folders.all_steps(path)
   if not steps:
-    name = _LAYOUT_NAMES[detect_checkpoint_type(path)]
-    print(f"{path} is one checkpoint ({name}), {_format_size(disk_bytes(epath.Path(path)))}")
+    name = _LAYOUT_NAMES[checkpoint_folders.detect_checkpoint_type(path)]
+    print(
+      f"{path} is one checkpoint ({name}), {_format_size(checkpoint_folders.disk_bytes(epath.Path(path)))}"
+    )
     return 0
   print(f"{'step':>10}  {'size':>10}  {'saved':<19}  layout")
   for step in steps:
-    folder = checkpoint_path(path, step)
+    folder = checkpoint_folders.checkpoint_path(path, step)
     saved = datetime.datetime.fromtimestamp(folder.stat().mtime).isoformat(" ", "seconds")
-    layout = find_checkpoint_type(folder)
+    layout = checkpoint_folders.find_checkpoint_type(folder)
     notes = [_LAYOUT_NAMES[layout] if layout else "NOT A CHECKPOINT: unknown layout or damaged"]
-    if (folder / DATASET_ITEM).is_dir():
+    if (folder / checkpoint_folders.DATASET_ITEM).is_dir():
       notes.append("with the position in the data")
     if is_pinned_checkpoint(folder):
       notes.append("pinned")
-    size = _format_size(disk_bytes(folder))
+    size = _format_size(checkpoint_folders.disk_bytes(folder))
     print(f"{step:>10}  {size:>10}  {saved:<19}  {', '.join(notes)}")
   return 0
 
 
 def show_arrays(path: epath.PathLike, state: bool = False) -> int:
   """Prints a line for each parameter of a checkpoint (with `state`, for each array), and totals."""
-  folder = resolve_checkpoint(path)
+  folder = checkpoint_folders.resolve_checkpoint(path)
   arrays = read_arrays(folder)
   params = {name: array for name, array in arrays.items() if name.startswith("target/")}
   shown = arrays if state else params
@@ -96,12 +88,14 @@ def show_arrays(path: epath.PathLike, state: bool = False) -> int:
     print(f"{name:<{width}}  {shape:>18}  {array.dtype.name}")
   step = int(arrays["state/step"].get()) if "state/step" in arrays else "unknown"
   states = len(arrays) - len(params) - ("state/step" in arrays)
-  print(f"{folder}: {_LAYOUT_NAMES[detect_checkpoint_type(folder)]}, step {step}")
+  print(
+    f"{folder}: {_LAYOUT_NAMES[checkpoint_folders.detect_checkpoint_type(folder)]}, step {step}"
+  )
   total = sum(array.size for array in params.values())
   print(
     f"{len(params)} parameters with {total:,} values; {states} arrays of optimizer and other state"
   )
-  if facts := read_run_facts(folder) if folder.is_dir() else {}:
+  if facts := checkpoint_folders.read_run_facts(folder) if folder.is_dir() else {}:
     text = ", ".join(f"{key} = {value}" for key, value in facts.items())
     print(f"run facts: {printable(text)}")
   return 0
@@ -112,7 +106,7 @@ def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
 
   The parameters are compared in T5X's plain tree, so the layouts may differ.
   """
-  folders = [resolve_checkpoint(folder) for folder in (path, other)]
+  folders = [checkpoint_folders.resolve_checkpoint(folder) for folder in (path, other)]
   for folder in folders:
     verify_files(folder)
   left, right = (to_plain_tree(read_arrays(folder)) for folder in folders)
@@ -140,7 +134,7 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   Returns:
     1 if there is a problem, else 0.
   """
-  folder, problems, has_manifest = resolve_checkpoint(path), [], True
+  folder, problems, has_manifest = checkpoint_folders.resolve_checkpoint(path), [], True
   try:
     has_manifest = verify_files(folder)
   except UnreadableCheckpointError as error:

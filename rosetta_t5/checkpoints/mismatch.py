@@ -114,7 +114,9 @@ def find_restorable(
     return {name for name in expected if not is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   # What is initialized wherever the checkpoint differs.
-  initialized = FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
+  initialized: tuple[str, ...] = (
+    FP8_COLLECTIONS if has_state else (*FP8_COLLECTIONS, OPTIMIZER_STATE, "state/step")
+  )
   if allow_missing:
     initialized = (*FP8_COLLECTIONS, OPTIMIZER_STATE)
   refused = [

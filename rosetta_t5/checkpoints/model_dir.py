@@ -18,12 +18,7 @@ from typing import Any, TextIO
 import jax
 from etils import epath
 
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DATASET_ITEM,
-  all_steps,
-  checkpoint_path,
-  files_matching,
-)
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.saved_items import DATASET_PREFIX
 from rosetta_t5.distributed.coordination import broadcast_text
 
@@ -152,7 +147,7 @@ class Retention:
 
   def _is_always_kept(self, step: int) -> bool:
     is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
-    is_pinned = is_pinned_checkpoint(checkpoint_path(self.directory, step))
+    is_pinned = is_pinned_checkpoint(checkpoint_folders.checkpoint_path(self.directory, step))
     return step in self.protected or is_multiple or is_pinned
 
 
@@ -199,8 +194,8 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
   folder = epath.Path(ckpt_dir)
   if is_pinned_checkpoint(folder):
     return
-  for parent in (folder, folder / DATASET_ITEM):
-    for position in files_matching(parent, f"{train_ds_prefix}*"):
+  for parent in (folder, folder / checkpoint_folders.DATASET_ITEM):
+    for position in checkpoint_folders.files_matching(parent, f"{train_ds_prefix}*"):
       if position.is_dir():
         position.rmtree()
       else:
@@ -209,9 +204,9 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
 
 def remove_old_dataset_positions(directory: epath.PathLike, keep: int) -> None:
   """Deletes the dataset positions of all but the last `keep` complete checkpoints."""
-  steps = all_steps(directory)
+  steps = checkpoint_folders.all_steps(directory)
   for step in steps[: max(0, len(steps) - keep)]:
-    remove_dataset_checkpoint(checkpoint_path(directory, step), DATASET_PREFIX)
+    remove_dataset_checkpoint(checkpoint_folders.checkpoint_path(directory, step), DATASET_PREFIX)
 
 
 def delete_removed(directory: epath.PathLike, with_folder: bool = False) -> None:
@@ -320,7 +315,7 @@ def _read_scalars(run: epath.Path, tag: str) -> dict[int, float]:
   from tensorboard.util import tensor_util
 
   values = {}
-  for file in (f for f in files_matching(run, "*tfevents*") if f.is_file()):
+  for file in (f for f in checkpoint_folders.files_matching(run, "*tfevents*") if f.is_file()):
     for event in EventFileLoader(os.fspath(file)).Load():
       for value in event.summary.value:
         if value.tag == tag:

@@ -17,28 +17,14 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5 import manifest, terminal
+from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   StoredArray,
   as_stored_array,
   start_device_transfer,
 )
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_arrays,
-  flatten_state_dict,
-  resize_vocabulary,
-  unflatten_state_dict,
-  with_averages,
-)
 from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DATASET_ITEM,
-  STATE_ITEM,
-  CheckpointTypes,
-  checkpoint_path,
-  detect_checkpoint_type,
-  older_steps,
-  step_of,
-)
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.mismatch import (
@@ -67,11 +53,11 @@ MAX_BYTES_IN_FLIGHT = 2 << 30
 
 _log = logging.getLogger(__name__)
 
-_READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
-  CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
-  CheckpointTypes.T5X: t5x_layouts.read_older,
-  CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
-  CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
+_READERS: dict[checkpoint_folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
+  checkpoint_folders.CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
+  checkpoint_folders.CheckpointTypes.T5X: t5x_layouts.read_older,
+  checkpoint_folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
+  checkpoint_folders.CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
 }
 
 
@@ -116,10 +102,10 @@ def restore_train_state(
     CheckpointMismatchError: the checkpoint does not match.
     UnreadableCheckpointError: files are missing or damaged.
   """
-  specs = flatten_state_dict(partition_specs_of(partitioner, train_state).state_dict())
+  specs = state_dicts.flatten_state_dict(partition_specs_of(partitioner, train_state).state_dict())
   shardings = {name: NamedSharding(partitioner.mesh, spec) for name, spec in specs.items()}
   expected = train_state.state_dict()
-  flat = flatten_state_dict(expected, keep_empty_nodes=True)
+  flat = state_dicts.flatten_state_dict(expected, keep_empty_nodes=True)
   matching = find_matching_arrays(
     path,
     expected,
@@ -138,11 +124,11 @@ def restore_train_state(
     restored |= _transfer_to_devices(converted, shardings)
   except _DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
-  for name, leaf in flatten_state_dict(fallback_state or {}).items():
+  for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
   restored |= _initialize_missing(restored, train_state, shardings, path)
-  return train_state.restore_state(unflatten_state_dict(restored))
+  return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
 
 
 def find_matching_arrays(
@@ -172,21 +158,23 @@ def find_matching_arrays(
     CheckpointMismatchError: the checkpoint does not match.
     UnreadableCheckpointError: files are missing or damaged.
   """
-  wanted = flatten_arrays(expected)
+  wanted = state_dicts.flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
   if not any(map(is_optimizer_state, wanted)):
-    found = with_averages(found)
+    found = state_dicts.with_averages(found)
   if transformations:
-    state: Any = unflatten_state_dict(found)
+    state: Any = state_dicts.unflatten_state_dict(found)
     for transform in transformations:
       state = transform(state, expected)
-    found = flatten_arrays(state)
+    found = state_dicts.flatten_arrays(state)
   try:
     converted = convert_layout({name: as_stored_array(x) for name, x in found.items()}, wanted)
   except LayoutError as error:
     raise CheckpointMismatchError(f"checkpoint {path}: {error}") from error
   # As in T5X, values that the user's transformations do not use are ignored.
-  allow_unexpected = allow_unexpected or any(fn is not resize_vocabulary for fn in transformations)
+  allow_unexpected = allow_unexpected or any(
+    fn is not state_dicts.resize_vocabulary for fn in transformations
+  )
   restorable = find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
   return {name: converted[name] for name in wanted if name in restorable}
 
@@ -205,9 +193,9 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
       the files.
   """
-  is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
+  is_step_folder = checkpoint_folders.step_of(path) is not None and epath.Path(path).is_dir()
   try:
-    layout = detect_checkpoint_type(path)
+    layout = checkpoint_folders.detect_checkpoint_type(path)
   except ValueError as error:
     raise (unreadable_error(path, error) if is_step_folder else error) from None
   try:
@@ -215,10 +203,10 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
     step = stored_step(arrays) if is_step_folder else None
   except _DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
-  if step not in (None, step_of(path)):
+  if step not in (None, checkpoint_folders.step_of(path)):
     raise ValueError(
       f"{path} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
-      f"another. Rename it to {checkpoint_path('', step).name}, or, to restore a copy under another name, to "
+      f"another. Rename it to {checkpoint_folders.checkpoint_path('', step).name}, or, to restore a copy under another name, to "
       "one that does not begin with checkpoint_"
     )
   return arrays
@@ -246,7 +234,7 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
 
   def select(name: str) -> bool:
     # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
-    is_position = name.startswith(f"{DATASET_ITEM}/")
+    is_position = name.startswith(f"{checkpoint_folders.DATASET_ITEM}/")
     return not is_position or (with_dataset and (folder / name).exists())
 
   try:
@@ -258,7 +246,7 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
 def manifest_folder(path: epath.PathLike) -> epath.Path:
   """Returns the folder that has the manifest of the checkpoint at `path`, if it has one."""
   given = epath.Path(path)
-  return given if given.is_dir() and given.name != STATE_ITEM else given.parent
+  return given if given.is_dir() and given.name != checkpoint_folders.STATE_ITEM else given.parent
 
 
 def fingerprint(path: epath.PathLike) -> str | None:
@@ -281,13 +269,13 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
       "damaged, and nothing has been changed. Start again once the machine can read it"
     )
   text = f"checkpoint {folder} cannot be read: {reason}"
-  older = older_steps(folder)
+  older = checkpoint_folders.older_steps(folder)
   if not older:
     return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
+  path = checkpoint_folders.checkpoint_path(folder.parent, older[-1])
   return UnreadableCheckpointError(
     f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
-    f" To use step {older[-1]}, give the path {checkpoint_path(folder.parent, older[-1])}, or move "
-    f"{folder.name} out of {folder.parent}.",
+    f" To use step {older[-1]}, give the path {path}, or move {folder.name} out of {folder.parent}.",
   )
 
 
@@ -336,7 +324,7 @@ def _initialize_missing(
     restored: flat dict with all parameters.
     shardings: flat dict of the sharding of each leaf.
   """
-  leaves = flatten_arrays(train_state.state_dict())
+  leaves = state_dicts.flatten_arrays(train_state.state_dict())
   missing = {name: leaf for name, leaf in leaves.items() if name not in restored}
   if not missing:
     return {}
@@ -350,11 +338,11 @@ def _initialize_missing(
   def init(params: Any) -> dict[str, jax.Array]:
     state = train_state.optimizer_def.init_state(params)
     fresh = train_state.replace(params=params, step=state.step, param_states=state.param_states)
-    flat = flatten_state_dict(fresh.state_dict())
+    flat = state_dicts.flatten_state_dict(fresh.state_dict())
     return {name: jnp.asarray(flat[name]) for name in states}
 
   if states:
-    params = unflatten_state_dict(restored)["target"]
+    params = state_dicts.unflatten_state_dict(restored)["target"]
     initial |= jax.jit(init, out_shardings={name: shardings[name] for name in states})(params)
   kinds = " and ".join(sorted(set(map(_kind_of_state, missing))))
   # A folder of Hugging Face has no step, and inference needs none.

@@ -20,6 +20,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.compat.checkpoints.checkpoint_loading import restore_from_t5_checkpoint
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 
@@ -66,18 +67,18 @@ def test_parameters_and_slots_have_t5x_names():
 def test_restore_checks_shapes_and_can_leave_values_on_disk():
   arrays = read_arrays(FOLDER)
   state = unflatten_state_dict(arrays)
-  lazily = mesh_tf.restore_from_t5_checkpoint(state, FOLDER, lazy_parameters=True)
+  lazily = restore_from_t5_checkpoint(state, FOLDER, lazy_parameters=True)
   assert isinstance(lazily["target"]["token_embedder"]["embedding"], LazyArray)
-  at_once = flatten_state_dict(mesh_tf.restore_from_t5_checkpoint(state, FOLDER))
+  at_once = flatten_state_dict(restore_from_t5_checkpoint(state, FOLDER))
   assert set(at_once) == set(arrays)
   assert isinstance(at_once["target/token_embedder/embedding"], np.ndarray)
 
   narrow = {"target/token_embedder/embedding": np.zeros((32, 4), np.float32)}
   with pytest.raises(CheckpointMismatchError, match=r"wrong shape"):
-    mesh_tf.restore_from_t5_checkpoint(unflatten_state_dict(narrow), FOLDER, strict=False)
+    restore_from_t5_checkpoint(unflatten_state_dict(narrow), FOLDER, strict=False)
   fewer = {n: x for n, x in arrays.items() if "decoder_norm" not in n}
   with pytest.raises(CheckpointMismatchError, match=r"5 unexpected"):
-    mesh_tf.restore_from_t5_checkpoint(unflatten_state_dict(fewer), FOLDER)
+    restore_from_t5_checkpoint(unflatten_state_dict(fewer), FOLDER)
 
 
 def test_a_translator_applies_the_first_matching_rule_and_names_keys_without_one():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Index = tuple[slice, ...]
+ReadFn = Callable[[Index], np.ndarray]
 # How much of an array is read at a time where the whole is not needed.
 _PART_BYTES = 64 << 20
 
@@ -87,13 +88,7 @@ class StoredArray(LazyThreadPoolArray):
     sliceable: whether reading a part is cheaper than reading the whole array.
   """
 
-  def __init__(
-    self,
-    shape: Sequence[int],
-    dtype: Any,
-    read_fn: Callable[[Index], np.ndarray],
-    sliceable: bool = True,
-  ):
+  def __init__(self, shape: Sequence[int], dtype: Any, read_fn: ReadFn, sliceable: bool = True):
     """Creates a stored array.
 
     Args:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays import state_dicts, tree_layouts
+from rosetta_t5.checkpoints.arrays import tree_layouts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
 
 Rule = Callable[..., tuple[str | None, Any]]
 
@@ -135,14 +134,7 @@ def attention_layers(
 
 @t5_importer.add(_LAYERS + r"/layer_\d+/DenseReluDense/(wi|wo)(?:_(\d+))?/kernel(\w*)")
 def mlpblock(
-  opts: Any,
-  key: str,
-  val: Any,
-  encdec: str,
-  blocknum: str,
-  io_name: str,
-  io_num: str | None,
-  slot: str,
+  opts: Any, key: str, val: Any, encdec: str, blocknum: str, io_name: str, io_num: Any, slot: str
 ) -> tuple[str, Any]:
   """Renames a matrix of a feed-forward block."""
   matrix = io_name if io_num is None else f"{io_name}_{io_num}"
@@ -242,38 +234,6 @@ def read_arrays(
   translated = (translator or t5_importer).apply(load_tf_ckpt(path))
   arrays = tree_layouts.rename_shared_biases(translated)
   return arrays | _unused_slots(arrays)
-
-
-def restore_from_t5_checkpoint(
-  state_dict: Mapping[str, Any],
-  path: str | os.PathLike[str],
-  lazy_parameters: bool = False,
-  strict: bool = True,
-  translator: CheckpointTranslator | None = None,
-) -> dict[str, Any]:
-  """Returns a nested state dict with the values of a Mesh TensorFlow checkpoint (T5X's function).
-
-  Args:
-    state_dict: the state dict of the model with T5X's Adafactor; only its shapes are used.
-    path: a prefix, or a folder, whose latest checkpoint is then read.
-    lazy_parameters: leave the values on disk until they are used.
-    strict: raise an error for names that `state_dict` lacks; otherwise they are left out.
-    translator: the rules; None for those of T5 1.0 and 1.1.
-
-  Raises:
-    CheckpointMismatchError: names or shapes differ.
-  """
-  arrays = read_arrays(path, translator)
-  expected = state_dicts.flatten_arrays(state_dict)
-  if not strict:
-    arrays = {name: array for name, array in arrays.items() if name in expected}
-  # As in T5X, a name that only the model has is reported later, by the train state.
-  mismatches = [m for m in find_mismatches(arrays, expected) if m.problem != "missing"]
-  if mismatches:
-    raise mismatch_error(path, mismatches)
-  if not lazy_parameters:
-    arrays = {n: x.get() if isinstance(x, LazyArray) else x for n, x in arrays.items()}
-  return state_dicts.unflatten_state_dict(arrays)
 
 
 def _unused_slots(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,19 +19,9 @@ from flax import serialization
 
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_state_dict,
-  read_state_dict,
-  unflatten_state_dict,
-)
-from rosetta_t5.checkpoints.formats.tensorstores import (
-  inner_path,
-  kvstore,
-  limited_cache,
-  open_arrays,
-  write_array,
-)
+from rosetta_t5.checkpoints.formats import tensorstores
 from rosetta_t5.files import expect_content, read_json_object
 
 # The version of T5X's older layout.
@@ -63,7 +53,7 @@ def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     values, specs = _read_early_orbax(folder)
   if has_metadata:
     specs = _read_metadata(folder)
-  return {**values, **open_arrays(specs)}
+  return {**values, **tensorstores.open_arrays(specs)}
 
 
 def _read_metadata(folder: epath.Path) -> Specs:
@@ -82,8 +72,8 @@ def _read_metadata(folder: epath.Path) -> Specs:
       if not is_array or value.get("skip_deserialize"):
         continue
       inner = ".".join(keys)
-      database = {"driver": "ocdbt", "base": kvstore(folder), "path": inner + "/"}
-      store = database if is_ocdbt else kvstore(inner_path(folder, inner))
+      database = {"driver": "ocdbt", "base": tensorstores.kvstore(folder), "path": inner + "/"}
+      store = database if is_ocdbt else tensorstores.kvstore(tensorstores.inner_path(folder, inner))
       specs["/".join(keys)] = {"driver": driver, "kvstore": store}
   return specs
 
@@ -91,14 +81,16 @@ def _read_metadata(folder: epath.Path) -> Specs:
 def _read_early_orbax(folder: epath.Path) -> tuple[dict[str, StoredArray], Specs]:
   """Returns the values, and TensorStore's specs of arrays, in the msgpack file of older versions."""
   values, specs = {}, {}
-  tree = read_state_dict(folder / _INDEX)
+  tree = state_dicts.read_state_dict(folder / _INDEX)
   with expect_content(folder / _INDEX, "the arrays of a checkpoint"):
     if "_optimizer" in tree:  # T5X's first versions with Orbax stored the whole train state.
       tree = {**tree["_optimizer"], "flax_mutables": tree.get("flax_mutables")}
-    flat = flatten_state_dict(tree)
+    flat = state_dicts.flatten_state_dict(tree)
   for name, value in flat.items():
     if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-      store = kvstore(inner_path(folder, value.removeprefix(_PLACEHOLDER)))
+      store = tensorstores.kvstore(
+        tensorstores.inner_path(folder, value.removeprefix(_PLACEHOLDER))
+      )
       specs[name] = {"driver": "zarr", "kvstore": store}
     elif isinstance(value, np.ndarray | int | float):
       values[name] = as_stored_array(value)
@@ -118,19 +110,21 @@ def write_orbax(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray
   state = root / "state"
   state.mkdir(parents=True)
   started = time.time_ns()
-  context = limited_cache()
+  context = tensorstores.limited_cache()
   # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
   for name, array in terminal.track(arrays.items(), "writing", len(arrays), "arrays"):
     database = {
       "driver": "ocdbt",
-      "base": kvstore(state),
+      "base": tensorstores.kvstore(state),
       "path": name.replace("/", ".") + "/",
       "config": {"max_inline_value_bytes": 1024},
     }
     transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
     # Training runs do not compress their checkpoints either.
-    write_array(database, array, compressor=None, transaction=transaction, context=context)
+    tensorstores.write_array(
+      database, array, compressor=None, transaction=transaction, context=context
+    )
   small_arrays.commit_sync()
   (state / _METADATA).write_text(json.dumps(_tree_metadata(arrays)))
   (state / "commit_success.txt").write_text(_COMMITTED)
@@ -171,22 +165,22 @@ def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   given = epath.Path(path)
   index = given / _INDEX if given.is_dir() else given
-  contents = read_state_dict(index)
+  contents = state_dicts.read_state_dict(index)
   with expect_content(index, "the arrays of a checkpoint"):
-    flat = flatten_state_dict(contents.get("optimizer", contents))
+    flat = state_dicts.flatten_state_dict(contents.get("optimizer", contents))
     specs = {n: _spec(index.parent, value) for n, value in flat.items() if isinstance(value, dict)}
   values = {
     name: as_stored_array(value)
     for name, value in flat.items()
     if isinstance(value, np.ndarray | np.generic | int | float)
   }
-  return {**values, **open_arrays(specs)}
+  return {**values, **tensorstores.open_arrays(specs)}
 
 
 def _spec(folder: epath.Path, value: Mapping[str, Any]) -> dict[str, Any]:
   # TensorStore before 0.1.14 wrote the path outside `kvstore`.
-  inner = inner_path(folder, value["kvstore"].get("path") or value["path"])
-  return {"driver": "zarr", "kvstore": kvstore(inner)}
+  inner = tensorstores.inner_path(folder, value["kvstore"].get("path") or value["path"])
+  return {"driver": "zarr", "kvstore": tensorstores.kvstore(inner)}
 
 
 def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]]) -> None:
@@ -206,10 +200,10 @@ def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]
       index[name] = None if array is None else array.get()
       continue
     inner = name.replace("/", ".")
-    store = kvstore(root / inner)
-    spec = write_array(store, array, compressor={"id": "gzip", "level": 1})
+    store = tensorstores.kvstore(root / inner)
+    spec = tensorstores.write_array(store, array, compressor={"id": "gzip", "level": 1})
     # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
-  contents = {"version": VERSION, "optimizer": unflatten_state_dict(index)}
+  contents = {"version": VERSION, "optimizer": state_dicts.unflatten_state_dict(index)}
   (root / _INDEX).write_bytes(serialization.msgpack_serialize(contents))
