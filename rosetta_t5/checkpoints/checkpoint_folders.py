@@ -161,10 +161,7 @@ def detect_checkpoint_type(
     raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
   if expected not in (None, found):
     _log.warning(
-      "Expected %s to be %s format, but the actual detected format was %s",
-      checkpoint_path,
-      expected,
-      found,
+      "%s was expected to have the layout %s, but has %s", checkpoint_path, expected, found
     )
   return found
 

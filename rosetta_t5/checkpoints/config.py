@@ -19,6 +19,7 @@ from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
+_ManagerClass = Callable[..., OrbaxCheckpointManagerInterface]
 _MODES = ("latest", "all", "specific")
 Mode = Annotated[str, one_of(_MODES)]
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -76,9 +77,7 @@ class SaveCheckpointConfig:
   ignore_dataset_until: NonNegative | None = None
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
-  checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
-    OrbaxCheckpointManagerInterface
-  )
+  checkpoint_manager_cls: _ManagerClass = OrbaxCheckpointManagerInterface
 
   def __post_init__(self) -> None:
     check_one_of("SaveCheckpointConfig.dtype", self.dtype or _DTYPES[0], _DTYPES)
@@ -119,9 +118,7 @@ class RestoreCheckpointConfig:
   restore_dataset: bool = False
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = ()
-  checkpoint_manager_cls: Callable[..., OrbaxCheckpointManagerInterface] = (
-    OrbaxCheckpointManagerInterface
-  )
+  checkpoint_manager_cls: _ManagerClass = OrbaxCheckpointManagerInterface
   resize_vocabulary: bool = False
 
   def __post_init__(self) -> None:

@@ -115,11 +115,9 @@ class OrbaxCheckpointManagerInterface:
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = saved_items.parse_float_dtype(
-      save_dtype, "save_dtype (SaveCheckpointConfig.dtype)"
-    )
+    self._save_dtype = saved_items.parse_float_dtype(save_dtype, "SaveCheckpointConfig.dtype")
     self._restore_dtype = saved_items.parse_float_dtype(
-      restore_dtype, "restore_dtype (RestoreCheckpointConfig.dtype)"
+      restore_dtype, "RestoreCheckpointConfig.dtype"
     )
     self._retention = Retention(self.directory, keep, force_keep_period, best)
     self._period = period

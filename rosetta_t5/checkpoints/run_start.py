@@ -77,8 +77,15 @@ def find_start_checkpoint(
     own.restore_dataset = False
   if cfg is None and given and given.paths() and not given.fallback_to_scratch:
     raise ValueError(_no_checkpoint_text(given))
-  if paths and total_steps is not None:
-    _check_steps_are_left(paths[0], model_dir, total_steps)
+  step = step_of(paths[0]) if paths and epath.Path(paths[0]).exists() else None
+  # A restart of a run that is complete is allowed.
+  if step is not None and total_steps is not None and step >= total_steps + (cfg is own):
+    raise ValueError(
+      f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {paths[0]}, from which the "
+      f"run starts, got {total_steps}: it is the step at which the run ends. Set TRAIN_STEPS = "
+      f"{step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps) = {total_steps}, to train "
+      f"{total_steps} more steps"
+    )
   return cfg, paths[0] if paths else None
 
 
@@ -112,25 +119,6 @@ def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dic
       if facts := read_run_facts(path):
         return facts
   return {}
-
-
-def _check_steps_are_left(restore_path: str, model_dir: epath.PathLike, total_steps: int) -> None:
-  """Raises ValueError if a run would end at or before the step of the checkpoint that it restores.
-
-  A restart of a run that is complete is allowed.
-  """
-  step = step_of(restore_path)
-  is_own = epath.Path(restore_path).parent == epath.Path(model_dir)
-  if step is None or step < total_steps or (is_own and step == total_steps):
-    return
-  if not epath.Path(restore_path).exists():  # which the restore will report
-    return
-  raise ValueError(
-    f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {restore_path}, from which "
-    f"the run starts, got {total_steps}: it is the step at which the run ends. Set TRAIN_STEPS = "
-    f"{step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps) = {total_steps}, to train "
-    f"{total_steps} more steps"
-  )
 
 
 def restored_checkpoint(restore_path: str | None, step: int) -> str | None:
