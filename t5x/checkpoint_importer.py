@@ -1,7 +1,7 @@
 """T5X's `checkpoint_importer`: lazily read T5 checkpoints of Mesh TensorFlow, under T5X's names."""
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import (
+from rosetta_t5.checkpoints.arrays.parameter_trees import (
   rename_shared_biases as _maybe_correct_relpos_bias,
 )
 from rosetta_t5.checkpoints.formats.mesh_tf import (

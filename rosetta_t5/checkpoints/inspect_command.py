@@ -13,7 +13,7 @@ from etils import epath
 from rosetta_t5 import manifest
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.model_dir import is_pinned_checkpoint
 from rosetta_t5.checkpoints.restore import (
   UnreadableCheckpointError,

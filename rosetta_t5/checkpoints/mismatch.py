@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.tree_layouts import OPTIMIZER_STATE
+from rosetta_t5.checkpoints.arrays.parameter_trees import OPTIMIZER_STATE
 
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")

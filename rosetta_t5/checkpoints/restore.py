@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   as_stored_array,
   start_device_transfer,
 )
-from rosetta_t5.checkpoints.arrays.tree_layouts import LayoutError, convert_layout
+from rosetta_t5.checkpoints.arrays.parameter_trees import TreeError, convert_tree
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.mismatch import (
@@ -168,8 +168,8 @@ def find_matching_arrays(
       state = transform(state, expected)
     found = state_dicts.flatten_arrays(state)
   try:
-    converted = convert_layout({name: as_stored_array(x) for name, x in found.items()}, wanted)
-  except LayoutError as error:
+    converted = convert_tree({name: as_stored_array(x) for name, x in found.items()}, wanted)
+  except TreeError as error:
     raise CheckpointMismatchError(f"checkpoint {path}: {error}") from error
   # As in T5X, values that the user's transformations do not use are ignored.
   allow_unexpected = allow_unexpected or any(

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import read_run_facts
 from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,

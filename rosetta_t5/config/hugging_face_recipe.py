@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.checkpoints.formats.hugging_face import t5
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece

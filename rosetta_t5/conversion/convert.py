@@ -17,8 +17,8 @@ from etils import epath
 from rosetta_t5 import manifest, terminal
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
-from rosetta_t5.checkpoints.arrays.tree_layouts import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.restore import read_arrays, stored_step, verify_files

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
 from rosetta_t5.checkpoints.source_config import read_source_config
 from rosetta_t5.config import model_file

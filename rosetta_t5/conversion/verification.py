@@ -22,9 +22,9 @@ import psutil
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from rosetta_t5.checkpoints.arrays import tree_layouts
+from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.tree_layouts import to_plain_tree, to_scalable_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
 from rosetta_t5.checkpoints.restore import read_arrays
@@ -265,7 +265,7 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
 def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
   """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
   plain = to_plain_tree(arrays)
-  table = plain[gpt.EMBEDDING if settings.is_gpt else tree_layouts.EMBEDDING]
+  table = plain[gpt.EMBEDDING if settings.is_gpt else parameter_trees.EMBEDDING]
   random = np.random.default_rng(0)
   # Small vocabularies, as in tests, have few ids that are not special.
   inputs, targets = (

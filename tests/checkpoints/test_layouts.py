@@ -15,9 +15,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.checkpoints import CheckpointMismatchError, TrainStateInitializer
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
-from rosetta_t5.checkpoints.arrays.tree_layouts import (
-  LayoutError,
-  convert_layout,
+from rosetta_t5.checkpoints.arrays.parameter_trees import (
+  TreeError,
+  convert_tree,
   to_plain_tree,
   to_scalable_tree,
   unstack_layers,
@@ -45,7 +45,7 @@ def flat(module):
 
 def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
   plain = flat(PLAIN)
-  scanned = convert_layout(plain, flat(SCANNED))
+  scanned = convert_tree(plain, flat(SCANNED))
   params = {n.removeprefix("target/"): jnp.asarray(x.get()) for n, x in scanned.items()}
   batch = tiny_models.make_batch(2)
   inputs, given, wanted = (
@@ -62,9 +62,9 @@ def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_the_conversion_to_the_scalable_tree_and_back_is_exact(axis):
   plain, target = flat(PLAIN), flat(scalable(param_scan_axis=axis))
-  there = convert_layout(plain, target)
+  there = convert_tree(plain, target)
   assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in target.items()}
-  back = convert_layout(there, plain)
+  back = convert_tree(there, plain)
   assert set(back) == set(plain)
   for name, array in plain.items():
     np.testing.assert_array_equal(back[name].get(), array.get(), err_msg=name)
@@ -83,8 +83,8 @@ def test_converted_trees_equal_those_of_the_networks():
 def test_different_biases_cannot_become_a_shared_one():
   scanned = flat(SCANNED)
   plain_decoder = {n: x for n, x in flat(PLAIN).items() if "encoder/relpos" not in n}
-  with pytest.raises(LayoutError, match=r"decoder/relpos_bias.*3 that differ \(layer 1 from"):
-    convert_layout(scanned, plain_decoder)
+  with pytest.raises(TreeError, match=r"decoder/relpos_bias.*3 that differ \(layer 1 from"):
+    convert_tree(scanned, plain_decoder)
 
 
 def test_a_part_of_a_layer_is_read_from_the_stacked_array():
@@ -111,13 +111,13 @@ def test_adafactor_means_are_stacked_on_the_layers_axis():
     f"state/param_states/{scanned}/v_col": as_stored_array(np.zeros((3, 24), np.float32)),
     f"state/param_states/{scanned}/m": as_stored_array(np.zeros(1, np.float32)),
   }
-  there = convert_layout(plain, expected)
+  there = convert_tree(plain, expected)
   assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in expected.items()}
   means = there[f"state/param_states/{scanned}/v_row"].get()
   np.testing.assert_array_equal(means, rows[:, None] + 100 * np.arange(3))
   means = there[f"state/param_states/{scanned}/v_col"].get()
   np.testing.assert_array_equal(means, columns + 100 * np.arange(3)[:, None])
-  back = convert_layout(there, plain)
+  back = convert_tree(there, plain)
   assert {n: x.get().tolist() for n, x in back.items()} == {
     n: x.get().tolist() for n, x in plain.items()
   }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays import tree_layouts
+from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 
 Rule = Callable[..., tuple[str | None, Any]]
@@ -21,7 +21,7 @@ Rule = Callable[..., tuple[str | None, Any]]
 _SLOTS = {"_slot_vc": "v_col", "_slot_vr": "v_row", "_slot_v": "v"}
 # `transformer` is the name of a decoder without an encoder.
 _NORMS = {
-  **tree_layouts.NORMS,
+  **parameter_trees.NORMS,
   "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
 }
 _SIDES = "(encoder|decoder|transformer)"
@@ -128,7 +128,7 @@ def attention_layers(
   """Renames a matrix of an attention block."""
   names = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
   block = "attention" if encdec == "encoder" else names[attntype]
-  matrix = tree_layouts.ATTENTION_MATRICES[qkvo]
+  matrix = parameter_trees.ATTENTION_MATRICES[qkvo]
   return _name(f"{_layer(encdec, blocknum)}/{block}/{matrix}/kernel", slot), val
 
 
@@ -232,7 +232,7 @@ def read_arrays(
     translator: the rules; None for those of T5 1.0 and 1.1.
   """
   translated = (translator or t5_importer).apply(load_tf_ckpt(path))
-  arrays = tree_layouts.rename_shared_biases(translated)
+  arrays = parameter_trees.rename_shared_biases(translated)
   return arrays | _unused_slots(arrays)
 
 

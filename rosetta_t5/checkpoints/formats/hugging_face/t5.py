@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
-from rosetta_t5.checkpoints.arrays.tree_layouts import (
+from rosetta_t5.checkpoints.arrays.parameter_trees import (
   ATTENTION_MATRICES,
   EMBEDDING,
   HEAD,

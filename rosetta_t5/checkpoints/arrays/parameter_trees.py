@@ -58,11 +58,11 @@ def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
   return {renamed.get(name, name): array for name, array in arrays.items()}
 
 
-class LayoutError(ValueError):
+class TreeError(ValueError):
   """Parameters cannot be expressed in the model's tree without changing the model."""
 
 
-def convert_layout(
+def convert_tree(
   arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
   """Returns `arrays` under the names and shapes of `expected` wherever the values are the same.
@@ -74,9 +74,9 @@ def convert_layout(
     expected: the model's leaves with `shape`, by flat name.
 
   Raises:
-    LayoutError: the layers of the checkpoint have different relative biases where the model has one.
+    TreeError: the layers of the checkpoint have different relative biases where the model has one.
   """
-  if _has_same_layout(arrays, expected):
+  if _is_same_tree(arrays, expected):
     return dict(arrays)
   unstacked = unstack_layers(arrays)
   model_scan_axis = scan_axis(expected)
@@ -157,10 +157,10 @@ def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray
     layers = _num_layers(arrays, "target/", side)
     shape = (*inner[:SCAN_AXIS], layers, *inner[SCAN_AXIS:])
     expected[f"target/{side}/{side}/{rest}"] = jax.ShapeDtypeStruct(shape, array.dtype)
-  return convert_layout(arrays, expected)
+  return convert_tree(arrays, expected)
 
 
-def _has_same_layout(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
+def _is_same_tree(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
   """Returns whether the parameters have the expected names, and none has to be reshaped."""
   params = {name: leaf for name, leaf in expected.items() if name.startswith("target/")}
   return params.keys() <= arrays.keys() and not any(
@@ -262,7 +262,7 @@ def _check_biases_are_equal(name: str, biases: list[StoredArray]) -> None:
   first = biases[0].get()
   differing = [i for i, bias in enumerate(biases) if not np.array_equal(bias.get(), first)]
   if differing:
-    raise LayoutError(
+    raise TreeError(
       f"{name} is one relative bias for all layers, but the checkpoint has {len(biases)} that differ "
       f"(layer {differing[0]} from layer 0), so it is not a checkpoint of this model. Restore it into "
       "a model with one bias per layer: the scalable T5 (t5x.examples.scalable_t5.network)"
