@@ -200,13 +200,11 @@ class OrbaxCheckpointManagerInterface:
       items[DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
       if shapes := saved_items.batch_shapes(self._dataset_iterator):
         self._pending_facts[saved_items.BATCH_FACT] = shapes
+    self._pending = step
     try:
-      writer = self._orbax_manager()
-      self._pending = step
-      writer.save(step, args=ocp.args.Composite(**items), force=True)
+      self._orbax_manager().save(step, args=ocp.args.Composite(**items), force=True)
     except Exception as error:
-      failure, self._pending = saved_items.save_error(self.directory, step, error), None
-      raise failure from error
+      raise self._failure(error) from error
     self._steps = sorted({*self._steps, step})
     return True
 
@@ -218,14 +216,11 @@ class OrbaxCheckpointManagerInterface:
     """
     if self._pending is None:
       return
-    step = self._pending
     try:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
-      self._steps = [saved for saved in self._steps if saved != step]
-      raise self._save_error(error) from error
-    finally:
-      self._pending = None
+      raise self._failure(error) from error
+    self._pending = None
     self.reload()
     self._deleter.submit(delete_removed, self.directory)
     if self._keep_dataset is not None and jax.process_index() == 0:
@@ -327,10 +322,10 @@ class OrbaxCheckpointManagerInterface:
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
     except ValueError as error:
-      step = checkpoint_folders.step_of(folder)
-      setting = f"SaveCheckpointConfig.ignore_dataset_until={step}"
-      if folder.parent != self.directory:
-        setting = "RestoreCheckpointConfig.restore_dataset=False"
+      setting = "RestoreCheckpointConfig.restore_dataset=False"
+      if folder.parent == self.directory:
+        step = checkpoint_folders.step_of(folder)
+        setting = f"SaveCheckpointConfig.ignore_dataset_until={step}"
       raise ValueError(
         f"{error}. To continue from this checkpoint and start the data from its beginning, set "
         f"--gin.utils.{setting}"
@@ -362,7 +357,7 @@ class OrbaxCheckpointManagerInterface:
     if self._writer is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
       handlers: dict[str, Any] = {STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)}
-      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self._save_error)
+      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self._failure)
       if self._dataset_iterator is not None:
         handlers[DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(
@@ -401,5 +396,8 @@ class OrbaxCheckpointManagerInterface:
     if "://" not in os.fspath(folder):
       manifest.write(folder, [n for n in manifest.files_in(folder) if n not in _COMMIT_FILES])
 
-  def _save_error(self, error: Exception) -> Exception:
-    return saved_items.save_error(self.directory, self._pending or 0, error)
+  def _failure(self, error: Exception) -> saved_items.CheckpointSaveError:
+    """Returns the error for the running save, which is given up."""
+    step, self._pending = self._pending or 0, None
+    self._steps = [saved for saved in self._steps if saved != step]
+    return saved_items.save_error(self.directory, step, error)

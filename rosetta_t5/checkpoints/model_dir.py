@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 from etils import epath
@@ -67,7 +67,7 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
     if jax.process_index() == 0 and "://" not in os.fspath(model_dir):
       try:
         epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
-        refusal = _lock(stack.enter_context(open(epath.Path(model_dir) / LOCK_FILE, "a+")))
+        refusal = _lock(epath.Path(model_dir) / LOCK_FILE, stack)
       except OSError as error:
         refusal = (
           f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
@@ -79,19 +79,23 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
     yield
 
 
-def _lock(file: TextIO) -> str:
-  """Locks a file and writes into it which process holds the lock; returns why it cannot be locked, or ""."""
+def _lock(path: epath.Path, stack: contextlib.ExitStack) -> str:
+  """Locks a file until `stack` ends, and writes the process into it; returns why it cannot, or ""."""
+  file = stack.enter_context(path.open("a+"))
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
     file.seek(0)
     return (
-      f"MODEL_DIR {os.path.dirname(file.name)} {_IN_USE}: {file.read().strip()}. Two runs in one folder "
-      "would mix their checkpoints. Wait until that run ends, stop it, or give this run its own folder "
+      f"MODEL_DIR {path.parent} {_IN_USE}: {file.read().strip()}. Two runs in one folder would mix their "
+      "checkpoints. Wait until that run ends, stop it, or give this run its own folder "
       f"(--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} in the folder names the other run."
     )
   except OSError as error:  # as on a Lustre that is mounted without flock
     _log.warning("MODEL_DIR is not locked: %s", error.strerror)
+  if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path))):
+    return _lock(path, stack)  # The run before removed the file after it was opened here.
+  stack.callback(path.unlink, missing_ok=True)
   job = os.environ.get("SLURM_JOB_ID")
   since = time.strftime("%Y-%m-%d %H:%M:%S %z")
   file.truncate(0)

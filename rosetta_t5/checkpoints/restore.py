@@ -49,7 +49,7 @@ _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # The name under which every layout with a train state has the step.
 _STEP = "state/step"
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
-MAX_BYTES_IN_FLIGHT = 2 << 30
+_MAX_BYTES = 2 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -294,22 +294,18 @@ def _transfer_to_devices(
   """Reads arrays onto their devices, several at a time within a limit of host memory."""
   transferred: dict[str, jax.Array] = {}
   pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()
-  bytes_in_flight = 0
-  with terminal.progress_bar(
-    "restoring", sum(x.nbytes for x in arrays.values()) / 1e9, "GB"
-  ) as bar:
+  total = sum(array.nbytes for array in arrays.values())
+  with terminal.progress_bar("restoring", total / 1e9, "GB") as bar:
 
-    def finish_first() -> int:
+    def finish_first() -> None:
       name, finish = pending.popleft()
       transferred[name] = finish()
       bar.advance(arrays[name].nbytes / 1e9)
-      return arrays[name].nbytes
 
     for name, array in arrays.items():
-      while pending and bytes_in_flight + array.nbytes > MAX_BYTES_IN_FLIGHT:
-        bytes_in_flight -= finish_first()
+      while pending and sum(arrays[n].nbytes for n, _ in pending) + array.nbytes > _MAX_BYTES:
+        finish_first()
       pending.append((name, start_device_transfer(array, shardings[name])))
-      bytes_in_flight += array.nbytes
     while pending:
       finish_first()
   return transferred

@@ -233,15 +233,12 @@ def _resize(name: str, array: StoredArray, shape: tuple[int, ...], axis: int) ->
   rows, needed = array.shape[axis], shape[axis]
   if rows == needed:
     return array
+  change = f"the last {rows - needed} of its {rows} rows are left out"
+  if rows < needed:
+    change = f"{needed - rows} rows are added to its {rows}, with their mean as values"
+  _log.warning("%s: %s (resize_vocabulary)", name, change)
   if rows > needed:
-    _log.warning(
-      "%s: the last %d of its %d rows are left out (resize_vocabulary)", name, rows - needed, rows
-    )
     return slice_axis(array, axis, 0, needed)
-  _log.warning(
-    "%s: %d rows are added to its %d, with their mean as values (resize_vocabulary)",
-    *(name, needed - rows, rows),
-  )
   mean = array.get().astype(np.float32).mean(axis, keepdims=True).astype(array.dtype)
   added = as_stored_array(np.repeat(mean, needed - rows, axis))
   return concatenate([array, added], axis)
