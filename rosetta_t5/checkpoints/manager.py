@@ -165,7 +165,7 @@ class OrbaxCheckpointManagerInterface:
     state_transformation_fns: Sequence[saved_items.SaveTransformation] = (),
     force: bool = True,
   ) -> bool:
-    """Starts to save `train_state`, and returns once its values are copied from the devices.
+    """Starts to save `train_state`; returns whether it did, once the values are copied from the devices.
 
     If the previous save is still running, this method waits for it. An existing checkpoint is never
     overwritten.
@@ -174,9 +174,6 @@ class OrbaxCheckpointManagerInterface:
       train_state: the state to save; its step names the folder.
       state_transformation_fns: each `fn(state_dict, parameter_infos)` returns both of them, changed.
       force: save even if `should_save` returns False.
-
-    Returns:
-      Whether a save was started.
 
     Raises:
       CheckpointSaveError: this save or the previous one failed.
@@ -388,9 +385,8 @@ class OrbaxCheckpointManagerInterface:
     Orbax calls it in the background on process 0, when all processes have written their arrays.
     """
     final = checkpoint_folders.checkpoint_path(self.directory, self._pending or 0)
-    suffix = ocp.path.atomicity.TMP_DIR_SUFFIX
-    unfinished = checkpoint_folders.files_matching(self.directory, f"{final.name}{suffix}*")
-    folder = unfinished[0] if unfinished else final
+    pattern = f"{final.name}{ocp.path.atomicity.TMP_DIR_SUFFIX}*"
+    folder = next(iter(checkpoint_folders.files_matching(self.directory, pattern)), final)
     (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._pending_facts))
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):

@@ -81,7 +81,7 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
 
 def _lock(path: epath.Path, stack: contextlib.ExitStack) -> str:
   """Locks a file until `stack` ends, and writes the process into it; returns why it cannot, or ""."""
-  file = stack.enter_context(path.open("a+"))
+  file = stack.enter_context(open(path, "a+"))  # noqa: SIM115
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
