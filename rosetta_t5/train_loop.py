@@ -21,7 +21,7 @@ from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files import log_event, logged_failure
+from rosetta_t5.telemetry.run_files import log_event
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,
@@ -95,9 +95,14 @@ class TrainLoop:
     self._interruption = distributed.InterruptionListener()
     self._watchdog = distributed.Watchdog()
 
-  def log_failure(self) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which an error that ends the run is logged in the run's folder."""
-    return logged_failure(self.model_dir, lambda: self._step)
+  @contextlib.contextmanager
+  def log_failure(self) -> Iterator[None]:
+    """Inside the `with`, an error that ends the run is logged in its folder, in case the console is lost."""
+    try:
+      yield
+    except Exception as error:
+      log_event(self.model_dir, "end", step=self._step, reason="failed", error=str(error))
+      raise
 
   def compile(self) -> None:
     """Compiles the train step, and waits for the data of the evaluations."""

@@ -20,7 +20,6 @@ class Gpu:
     bfloat16: the dense peak of the tensor cores in FLOP/s, with float32 sums.
     fp8: the same for 8-bit numbers; None if the GPU has no fp8.
     tf32: the same for float32 operands, which jax rounds to TF32 by default.
-    float32: the peak outside the tensor cores.
     memory: bytes, as on the data sheet.
     bandwidth: bytes/s from and to that memory.
     nvlink: bytes/s that it can send to other GPUs of its node; PCIe where there is no NVLink.
@@ -38,7 +37,6 @@ class Gpu:
   bfloat16: float
   fp8: float | None
   tf32: float
-  float32: float
   memory: float
   bandwidth: float
   nvlink: float
@@ -62,7 +60,6 @@ _A100: dict[str, Any] = {
   "bfloat16": 312e12,
   "fp8": None,
   "tf32": 156e12,
-  "float32": 19.5e12,
   "nvlink": 300e9,
   "network": 25e9,
   "cores": 108,
@@ -75,7 +72,6 @@ _H100: dict[str, Any] = _HOPPER | {
   "bfloat16": 989e12,
   "fp8": 1979e12,
   "tf32": 495e12,
-  "float32": 67e12,
   "nvlink": 450e9,
   "cores": 132,
   "clock": 1.98,
@@ -100,7 +96,6 @@ GPUS: dict[str, Gpu] = {
     bfloat16=756e12,
     fp8=1513e12,
     tf32=378e12,
-    float32=51e12,
     memory=80e9,
     bandwidth=2.0e12,
     nvlink=300e9,
@@ -116,7 +111,6 @@ GPUS: dict[str, Gpu] = {
     bfloat16=2250e12,
     fp8=4500e12,
     tf32=1125e12,
-    float32=75e12,
     memory=180e9,
     bandwidth=8e12,
     nvlink=900e9,
@@ -131,7 +125,6 @@ GPUS: dict[str, Gpu] = {
     bfloat16=362e12,
     fp8=733e12,
     tf32=183e12,
-    float32=91.6e12,
     memory=48e9,
     bandwidth=864e9,
     cores=142,
@@ -144,7 +137,6 @@ GPUS: dict[str, Gpu] = {
     bfloat16=165.2e12,
     fp8=330.3e12,
     tf32=82.6e12,
-    float32=82.6e12,
     memory=24e9,
     bandwidth=1.008e12,
     cores=128,

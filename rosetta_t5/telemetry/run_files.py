@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.terminal import optional_output
@@ -35,18 +34,6 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> N
       folder.mkdir(parents=True, exist_ok=True)
     with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
       file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
-
-
-@contextlib.contextmanager
-def logged_failure(
-  model_dir: str | os.PathLike[str], get_step: Callable[[], int]
-) -> Iterator[None]:
-  """Inside the `with`, an error that ends the run is logged, in case the console is lost."""
-  try:
-    yield
-  except Exception as error:
-    log_event(model_dir, "end", step=get_step(), reason="failed", error=str(error))
-    raise
 
 
 def log_model_info(
