@@ -170,16 +170,6 @@ def test_a_position_without_facts_is_restored_with_a_note(
   assert "does not state which data it belongs to" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("contents", [b"", b"\x93\x01", b"\x85\xa4data", b"\x01"])
-def test_a_damaged_position_without_checksums_is_refused(
-  make_feed: MakeFeed, tmp_path: pathlib.Path, contents: bytes
-) -> None:
-  make_feed(config("own"), OwnIterator("a")).save(tmp_path / "position")
-  (tmp_path / "position.feed").write_bytes(contents)
-  with pytest.raises(ValueError, match=r"position\.feed is damaged"):
-    make_feed(config("own"), OwnIterator("a")).restore(tmp_path / "position")
-
-
 def test_a_task_that_stores_paths_must_not_move(tmp_path: pathlib.Path) -> None:
   tf, seqio = import_tensorflow(), import_seqio()
 

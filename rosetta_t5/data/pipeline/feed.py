@@ -140,15 +140,13 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
   def measures(self) -> dict[str, float]:
     """Returns metrics of the data, up to the last batch yielded.
 
-    Prepared data reports "data/epochs/NAME" for each dataset and "data/unreadable". Any data reports
-    "data/bad_examples" if this process has skipped some.
+    Prepared data reports "data/epochs/NAME" for each folder. Any data reports "data/bad_examples" if
+    this process has skipped some.
     """
-    measures: dict[str, float] = {}
-    if isinstance(self.iterator, PreparedIterator):
-      measures |= self.iterator.measures(self.batches_yielded)
-    if bad := BadExamples.total_in_process:
-      measures["data/bad_examples"] = float(bad)
-    return measures
+    is_prepared = isinstance(self.iterator, PreparedIterator)
+    epochs = self.iterator.measures(self.batches_yielded) if is_prepared else {}
+    bad = float(BadExamples.total_in_process)
+    return epochs | ({"data/bad_examples": bad} if bad else {})
 
   @functools.cached_property
   def _description(self) -> Description | None:
@@ -202,7 +200,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       ValueError: the position does not exist, or belongs to other data or another pipeline.
     """
     self._wait_for_reads()
-    state = _read_state(_feed_file(filename))
+    file = _feed_file(filename)
+    state = serialization.msgpack_restore(file.read_bytes()) if file.exists() else {}
     self._compare_data(state.get("data"), filename)
     try:
       self.iterator.restore(filename)
@@ -353,20 +352,6 @@ def get_zeros_batch_like_dataset(
     name: jnp.zeros((batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype)
     for name, spec in dataset.element_spec.items()
   }
-
-
-def _read_state(path: epath.Path) -> dict[str, Any]:
-  """Returns what `save` wrote in addition to the source's position; {} if there is no such file.
-
-  Raises:
-    ValueError: the file is damaged. (Checksums detect this earlier, unless an older version wrote it.)
-  """
-  if not path.exists():
-    return {}
-  try:
-    return dict(serialization.msgpack_restore(path.read_bytes()))
-  except Exception as error:
-    raise ValueError(f"{path} is damaged ({_first_line(error)})") from None
 
 
 def _feed_file(filename: str | epath.Path) -> epath.Path:

@@ -30,6 +30,7 @@ from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import exclusive_output, read_json_object, write_atomically
+from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _MAX_SHARD_BYTES = 256 << 20
 _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
@@ -49,7 +50,7 @@ data.prepared_task.folders = {folder!r}
 """
 
 Summary = Mapping[str, Any]  # what `run_job` returns
-Progress = Callable[[int, int, int, int], None]
+Progress = Callable[[int, int], None]
 
 
 def prepare(
@@ -83,8 +84,7 @@ def prepare(
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     workers: number of processes; None for one per core.
     executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
-    progress: called after each shard with the number of completed shards, of all shards, and of the
-      documents and bytes of text in the completed ones.
+    progress: called after each shard with the numbers of completed shards and of all shards.
 
   Raises:
     ValueError: there is no file or no document, the vocabulary is not valid, `out` contains
@@ -102,24 +102,32 @@ def prepare(
     raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
   _check_files(folder)
   (folder / "shards").mkdir(parents=True, exist_ok=True)
-  settings = {"text": text, "append_end": append_end, "validation_percent": validation_percent}
+  settings = {
+    "text": text,
+    "append_end": append_end,
+    "validation_percent": validation_percent,
+    "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
+  }
   with contextlib.ExitStack() as stack:
     stack.enter_context(exclusive_output(folder))
-    _check_settings(folder, model, settings)
+    _check_settings(folder, settings)
     write_atomically(folder / VOCABULARY, model)
     jobs = _plan(
       files,
       out=str(folder),
       vocabulary=str(folder / VOCABULARY),
-      vocabulary_sha256=hashlib.sha256(model).hexdigest(),
       read_options=read_options,
       on_bad_example=on_bad_example,
       **settings,
     )
     (folder / MANIFEST).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
-    pool = executor or stack.enter_context(_process_pool(workers, jobs))
-    shards = _run(jobs, pool, progress)
+    if executor is None:
+      # A fork of a process that has threads, as JAX has, can hang.
+      spawn = multiprocessing.get_context("spawn")
+      count = min(workers or os.cpu_count() or 1, len(jobs))
+      executor = stack.enter_context(ProcessPoolExecutor(count, spawn, _end_with_parent))
+    shards = _run(jobs, executor, progress)
     manifest = _manifest(jobs[0], tokenizer.get_piece_size(), shards)
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
     # ArrayRecord detects damage of the shards themselves.
@@ -158,17 +166,18 @@ def _check_files(folder: pathlib.Path) -> None:
     )
 
 
-def _check_settings(folder: pathlib.Path, vocabulary: bytes, settings: Mapping[str, Any]) -> None:
+def _check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   """Raises ValueError if the folder is complete and has other tokens, which runs may be using."""
   try:
-    manifest = read_json_object(folder / MANIFEST)
-    has_other_vocabulary = (folder / VOCABULARY).read_bytes() != vocabulary
+    stored = read_json_object(folder / MANIFEST)
   except (OSError, ValueError):
     return  # There is nothing to lose: the folder is not complete, or damaged.
-  others = ["another vocabulary"] if has_other_vocabulary else []
-  for name, value in settings.items():
-    if manifest.get(name, value) != value:
-      others.append(f"{name} = {manifest[name]!r} instead of {value!r}")
+  stored["vocabulary_sha256"] = stored["vocabulary"]["sha256"]
+  others = [
+    f"{name} = {stored[name]!r} instead of {value!r}"
+    for name, value in settings.items()
+    if stored[name] != value
+  ]
   if others:
     raise ValueError(
       f"{folder} was prepared with {' and '.join(others)}: set --out to another folder, or delete this one"
@@ -184,13 +193,6 @@ def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None
   for path in (*folder.glob("*"), *folder.glob("shards/*")):
     if path.name not in kept and _OWN_FILES.fullmatch(path.name):
       path.unlink()
-
-
-def _process_pool(workers: int | None, jobs: Sequence[ShardJob]) -> Executor:
-  count = min(workers or os.cpu_count() or 1, len(jobs))
-  # A fork of a process that has threads, as JAX has, can hang.
-  context = multiprocessing.get_context("spawn")
-  return ProcessPoolExecutor(count, mp_context=context, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
@@ -216,10 +218,7 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
     for future in as_completed(pending):
       done[pending[future]] = future.result()
       if progress is not None:
-        splits = [split for summary in done.values() for split in summary["splits"].values()]
-        documents = sum(split["documents"] for split in splits)
-        text_bytes = sum(summary["text_bytes"] for summary in done.values())
-        progress(len(done), len(jobs), documents, text_bytes)
+        progress(len(done), len(jobs))
   except BaseException:
     for future in pending:
       future.cancel()
@@ -272,22 +271,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
   add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
   add(
-    "--out",
-    type=terminal.machine_path,
-    required=True,
-    metavar="DIR",
-    help="the folder to write; a new one",
+    "--out", type=machine_path, required=True, metavar="DIR", help="the folder to write; a new one"
   )
   add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
-  add(
-    "--workers", type=terminal.positive_integer, help="number of processes; one per core by default"
-  )
-  add(
-    "--validation-percent",
-    type=terminal.percentage,
-    default=1.0,
-    help="size of the validation split",
-  )
+  add("--workers", type=positive_integer, help="number of processes; one per core by default")
+  add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")
   add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
   add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
   add("--columns", nargs="+", help="column names of csv or tsv files without a header")
@@ -323,9 +311,7 @@ def run(arguments: argparse.Namespace) -> int:
       on_bad_example=arguments.on_bad_example,
       workers=arguments.workers,
       executor=executor,
-      progress=lambda done, shards, documents, text_bytes: bar.update(
-        done, shards, f"{documents:,} documents  {text_bytes / 1e6:,.1f} MB"
-      ),
+      progress=bar.update,
     )
   print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
   print("\n".join(_summary(manifest)))

@@ -7,7 +7,6 @@ can read them. A shard that was not finished never looks complete.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -15,7 +14,7 @@ import io
 import itertools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from rosetta_t5.data.reading import (
 )
 from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.files import expect_content, read_json_object, unfinished_path, write_atomically
+from rosetta_t5.files import read_json_object, unfinished_path, write_atomically
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -91,30 +90,39 @@ class ShardJob:
     """Returns what `run_job` has returned if it has completed the shard earlier, else None."""
     try:
       summary = read_json_object(self.summary_file)
-      with expect_content(self.summary_file, "a shard"):
-        is_complete = summary["fingerprint"] == self.fingerprint() and all(
-          pathlib.Path(self.out, name).stat().st_size == size
-          for split in summary["splits"].values()
-          for name, size in ((split["file"], split["bytes"]), _index_size(split))
-        )
     except (OSError, ValueError):
       return None
+    if summary.get("fingerprint") != self.fingerprint():
+      return None
+    files = [(pathlib.Path(self.out, s["file"]), s["bytes"]) for s in summary["splits"].values()]
+    is_complete = all(path.exists() and path.stat().st_size == size for path, size in files)
     return summary if is_complete else None
-
-
-def _index_size(split: Mapping[str, Any]) -> tuple[str, int]:
-  """Returns the name and the size of a split's index: numpy's header, and a number per record."""
-  return str(pathlib.Path(split["file"]).with_suffix(".ends.npy")), 128 + 8 * (split["records"] + 1)
 
 
 def run_job(job: ShardJob) -> dict[str, Any]:
   """Writes the shard unless it is complete already, and returns its files, counts and bad examples."""
-  summary = job.stored_summary()
-  if summary is None:
-    job.summary_file.parent.mkdir(parents=True, exist_ok=True)
-    job.summary_file.unlink(missing_ok=True)
-    summary = _write_shard(job)
-    write_atomically(job.summary_file, json.dumps(summary, indent=1))
+  if (stored := job.stored_summary()) is not None:
+    return stored
+  job.summary_file.parent.mkdir(parents=True, exist_ok=True)
+  job.summary_file.unlink(missing_ok=True)
+  bad = BadExamples(job.on_bad_example)
+  losses: collections.Counter[str] = collections.Counter()
+  text_bytes = 0
+  writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
+  for split, tokens, size in _documents(job, bad, losses):
+    writers[split].add(tokens)
+    text_bytes += size
+  splits = {split: writer.finish() for split, writer in writers.items()}
+  summary = {
+    "fingerprint": job.fingerprint(),
+    "sources": [list(file) for file in job.files],
+    "splits": {split: entry for split, entry in splits.items() if entry},
+    "text_bytes": text_bytes,
+    "losses": losses,
+    "bad_examples": dict(bad.counts),
+    "first_bad_example": str(bad.first) if bad.first else None,
+  }
+  write_atomically(job.summary_file, json.dumps(summary, indent=1))
   return summary
 
 
@@ -135,32 +143,11 @@ def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
   yield text[start:]
 
 
-def _write_shard(job: ShardJob) -> dict[str, Any]:
-  bad = BadExamples(job.on_bad_example)
-  losses: collections.Counter[str] = collections.Counter()
-  text_bytes = 0
-  with contextlib.ExitStack() as stack:
-    writers = {split: stack.enter_context(_SplitWriter(job.file(split))) for split in SPLITS}
-    for split, tokens, size in _documents(job, bad, losses):
-      writers[split].add(tokens)
-      text_bytes += size
-    splits = {split: writer.finish() for split, writer in writers.items()}
-  return {
-    "fingerprint": job.fingerprint(),
-    "sources": [list(file) for file in job.files],
-    "splits": {split: entry for split, entry in splits.items() if entry},
-    "text_bytes": text_bytes,
-    "losses": losses,
-    "bad_examples": dict(bad.counts),
-    "first_bad_example": str(bad.first) if bad.first else None,
-  }
-
-
 def _documents(
   job: ShardJob, bad_examples: BadExamples, losses: collections.Counter[str]
 ) -> Iterator[tuple[str, np.ndarray, int]]:
   """Yields the split, the tokens and the size in bytes of each document; counts what texts lose."""
-  tokenizer = _tokenizer(job.vocabulary, job.vocabulary_sha256)
+  tokenizer = load_sentencepiece(job.vocabulary)
   stored = token_type(tokenizer.get_piece_size())
   end = [np.array([tokenizer.eos_id()], stored)] if job.append_end else []
   convert = make_converter({"text": job.text})
@@ -177,7 +164,7 @@ def _documents(
     yield split, np.concatenate([*tokens, *end]), len(text.encode())
 
 
-class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
+class _SplitWriter:
   """Writes the records of a split into a scratch file, which is renamed when it is complete."""
 
   def __init__(self, path: pathlib.Path):
@@ -221,16 +208,3 @@ class _SplitWriter(contextlib.AbstractContextManager["_SplitWriter"]):
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),
     }
-
-  def __exit__(self, *error: object) -> None:
-    """Removes the scratch file, which exists only if the split was not finished."""
-    if self.documents and self._writer.is_open():
-      self._writer.close()
-    self._scratch.unlink(missing_ok=True)
-
-
-@functools.cache
-def _tokenizer(path: str, digest: str) -> Any:
-  """Loads a SentencePiece model; the digest distinguishes models that replace one another."""
-  del digest
-  return load_sentencepiece(path)
