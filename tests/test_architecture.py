@@ -150,6 +150,13 @@ def test_gin_is_imported_only_in_config_and_tensorflow_only_in_data():
   assert not wrong
 
 
+def test_data_imports_tensorflow_and_seqio_through_one_module():
+  through = {"tensorflow_import.py", "seqio_internals.py"}
+  files = [p for p in SOURCES if "data" in p.relative_to(ROOT).parts and p.name not in through]
+  assert len(files) > 20
+  assert not [_name(p) for p in files if {"tensorflow", "seqio"} & _imports(p)]
+
+
 def test_packages_that_load_slowly_are_imported_inside_functions():
   wrong = []
   for path in SOURCES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import glob
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rosetta_t5.data.reading import unwrap_reader_errors
 from rosetta_t5.data.seqio_internals import passthrough_features, tfds_data_dir_override
 from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
 from rosetta_t5.data.tensorflow_import import seqio, tf
-from rosetta_t5.user_errors import reason_of
+from rosetta_t5.user_errors import did_you_mean, reason_of
 
 # The errors of TensorFlow about files that are damaged, missing or not readable.
 _FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
@@ -64,18 +63,13 @@ def _is_missing_t5(module: str) -> bool:
 
 
 def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
-  text = f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME)"
-  near = difflib.get_close_matches(cfg.name, known, n=3, cutoff=0.5)
-  if near:
-    text += f". Similar names: {', '.join(map(repr, near))}"
-  else:
-    text += f" among the {len(known)} that exist"
+  near = did_you_mean(cfg.name, known, cutoff=0.5)
+  text = f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME).{near}"
   if cfg.module:
-    return f"{text}. The module {cfg.module!r} was imported, but registers no such name."
+    return f"{text} The module {cfg.module!r} was imported, but registers no such name."
   return (
-    f"{text}. If your own module registers it, import that module in the gin file or set "
-    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set; with --model_dir, "
-    "add --module your.module."
+    f"{text} If your own module registers it, import that module in the gin file or set "
+    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set."
   )
 
 
