@@ -122,7 +122,7 @@ def network_settings(
   is_neo = config["model_type"] == "gpt_neo"
   entry = "num_heads" if is_neo else "n_head"
   found, heads = sizes(arrays), config.get(entry)
-  if not heads or found["emb_dim"] % heads:
+  if type(heads) is not int or heads < 1 or found["emb_dim"] % heads:
     raise ValueError(
       f"{entry} must be a number of heads that divides {found['emb_dim']}, the model's width, got "
       f"{heads}"

@@ -193,6 +193,7 @@ def _check_is_supported(model: Model) -> None:
     (_Piece.UNUSED in types, "pieces of type UNUSED are not supported"),
     (first_part % 4 or first_part > max(len(charsmap) - 4, 0), "precompiled_charsmap is damaged"),
     (not 0 <= trainer.unk_id < len(model.pieces), f"unk_id {trainer.unk_id} is not a piece"),
+    (trainer.eos_id >= len(model.pieces), f"eos_id {trainer.eos_id} is not a piece"),
   ):
     if is_wrong:
       raise ValueError(
