@@ -1,8 +1,71 @@
-"""T5X's module names. Each module re-exports names from the packages of `rosetta_t5`."""
+"""T5X's module names: names from the packages of `rosetta_t5`, and what exists only because T5X had it.
 
+Code written for T5X changes T5X by assignment: `decoding.beam_search = mine`, or
+`mock.patch("t5x.utils.get_dataset")`. Most names of these modules are imported from `rosetta_t5`, so the assignment
+alone would have no effect on the functions there that use the name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
 import sys
+import types
+from typing import Any
 
 from rosetta_t5 import __version__
-from rosetta_t5.compat.replaced_names import ReExports
+
+
+class ReExports(types.ModuleType):
+  """A module of `t5x`: what is set here is also set wherever `rosetta_t5` has the old value.
+
+  A module that has a function `when_replaced` is notified by a call of it.
+  """
+
+  # The names in `rosetta_t5` of each function or class that was replaced, by its name here.
+  _names_below: dict[str, set[str]]
+
+  def __getattr__(self, name: str) -> Any:
+    """Returns a module of `t5x`, as which T5X's modules import one another, or one of IMPORTED_NAMES.
+
+    `t5x.utils` needs no import but that of `t5x`, `t5x.examples.t5.network.layers` is the module beside
+    it, and `t5x.trainer.metrics_lib` is `t5x.metrics`.
+    """
+    beside = self.__name__ if "__path__" in vars(self) else self.__name__.rpartition(".")[0]
+    for package in (beside, "t5x") if name[:1] != "_" else ():
+      module = f"{package}.{name.removesuffix('_lib')}"
+      if importlib.util.find_spec(module):
+        return importlib.import_module(module)
+    if not name.startswith("__"):  # The import system asks modules for names such as `__path__`.
+      from t5x.aliases import IMPORTED_NAMES
+
+      if name in IMPORTED_NAMES:
+        return IMPORTED_NAMES[name]
+    raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name, obj=self)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    if isinstance(value, types.ModuleType) and value.__name__ == f"{self.__name__}.{name}":
+      value.__class__ = ReExports  # The import system sets a submodule when it has been imported.
+    elif name in vars(self):
+      self._replace_below(name, vars(self)[name], value)
+    super().__setattr__(name, value)
+    if "when_replaced" in vars(self):
+      self.when_replaced()
+
+  def _replace_below(self, name: str, old: Any, new: Any) -> None:
+    # These are found anew each time, because modules may have been imported since the last one.
+    found_in = [
+      (module, name_there)
+      for module in [m for m_name, m in sys.modules.items() if m_name.startswith("rosetta_t5.")]
+      for name_there, found in vars(module).items()
+      if found is old
+    ]
+    names_below = vars(self).setdefault("_names_below", {})
+    if callable(old) and not names_below.get(name):
+      names_below[name] = {name_there for _, name_there in found_in}
+    for module, name_there in found_in:
+      if name_there in names_below.get(name, ()):
+        setattr(module, name_there, new)
+
 
 sys.modules[__name__].__class__ = ReExports

@@ -6,11 +6,6 @@ if __name__ == "__main__":
   begin("t5x.infer")
 
 from rosetta_t5.cli import run_module
-from rosetta_t5.compat.script_functions import Inferences
-from rosetta_t5.compat.script_functions import Inferences as _Inferences
-from rosetta_t5.compat.script_functions import (
-  extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
-)
 from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.infer import infer, main, update_measurement_series
@@ -18,6 +13,11 @@ from rosetta_t5.inference.result_files import (
   FailFastThreadPoolExecutor,
   merge_chunks_to_file,
   write_inferences_to_file,
+)
+from t5x.utils import Inferences
+from t5x.utils import Inferences as _Inferences
+from t5x.utils import (
+  extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )
 
 if __name__ == "__main__":

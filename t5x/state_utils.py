@@ -6,4 +6,4 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   merge_state,
   tensorstore_leaf,
 )
-from rosetta_t5.compat.checkpoints.checkpoint_loading import get_name_tree, intersect_state
+from t5x.checkpoints import get_name_tree, intersect_state

@@ -1,5 +1,22 @@
 """T5X's `utils`: dataset and checkpoint configurations, schedules, the train-state initializer."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from absl import logging
+from etils import epath
+from flax import traverse_util
+from flax.core import FrozenDict, freeze, unfreeze
+from flax.linen.partitioning import AxisMetadata
+from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import sync_global_devices
+
+from rosetta_t5 import data
 from rosetta_t5.checkpoints import (
   CheckpointConfig,
   RestoreCheckpointConfig,
@@ -10,18 +27,9 @@ from rosetta_t5.checkpoints import (
   get_fallback_state,
   get_first_valid_restore_config_and_paths,
 )
+from rosetta_t5.checkpoints.checkpoint_folders import latest_step
 from rosetta_t5.checkpoints.saved_items import get_local_data
 from rosetta_t5.checkpoints.train_state_initializer import restore
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import LegacyCheckpointManager
-from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
-from rosetta_t5.compat.param_axes import flatten_dict_string_keys, override_params_axes_names
-from rosetta_t5.compat.script_functions import (
-  find_first_checkpoint_step,
-  find_next_checkpoint_step,
-  multihost_assert_equal,
-  set_hardware_rng_ops,
-  sync_global_devices,
-)
 from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import (
   DatasetConfig,
@@ -37,6 +45,186 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
+from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
+from t5x.checkpoints import LegacyCheckpointManager
+
+if TYPE_CHECKING:
+  import tensorflow as tf
+
+
+def get_deterministic_dataset(
+  cfg: data.DatasetConfig,
+  shard_id: int,
+  num_shards: int,
+  feature_converter_cls: Any,
+  num_epochs: int | None = None,
+  continue_from_last_checkpoint: bool = True,
+  *,
+  model_dir: epath.PathLike | None = None,
+  start_step: int = 0,
+) -> tf.data.Dataset:
+  """Returns the batches of `get_dataset`, starting with the one for the run's next step.
+
+  T5X's gin files name this function, but the published T5X does not contain it. A run that continues
+  in MODEL_DIR skips the batches of its earlier steps without a stored position. Reading those again
+  takes time, so long runs should store the position (SaveCheckpointConfig.save_dataset = True). Two
+  runs get equal batches if they have the same `cfg.seed`.
+
+  Args:
+    cfg: the dataset.
+    shard_id: which shard of the data to read.
+    num_shards: the number of shards.
+    feature_converter_cls: see `get_dataset`.
+    num_epochs: passes over the data; None for an endless dataset.
+    continue_from_last_checkpoint: whether to start at the step of MODEL_DIR's last checkpoint.
+    model_dir: the folder of the run's checkpoints; None starts at `start_step`.
+    start_step: the step that uses the first batch of the data.
+
+  Raises:
+    ValueError: `get_dataset` cannot read the data, the data is prepared, or the last checkpoint's step
+      is before `start_step`.
+  """
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
+    raise ValueError(
+      "get_deterministic_dataset reads SeqIO tasks only. Prepared data always has the same order: "
+      "leave train.get_dataset_fn out, and set SaveCheckpointConfig.save_dataset = True."
+    )
+  dataset = data.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs)
+  last = latest_step(model_dir) if model_dir and continue_from_last_checkpoint else None
+  if last is None:
+    return dataset
+  if last < start_step:
+    raise ValueError(
+      f"get_deterministic_dataset.start_step must not exceed the step of the last checkpoint in "
+      f"{model_dir}, got {start_step}: set it to {last} or less."
+    )
+  logging.info("Dataset '%s': skipping %d batches", cfg.name, last - start_step)
+  return dataset.skip(last - start_step)
+
+
+def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns {"outer/inner": leaf} for a nested dict."""
+  return traverse_util.flatten_dict(unfreeze(dict(x)), sep="/")
+
+
+def override_params_axes_names(
+  model_variables: Mapping[str, Any],
+  params_axes_names_override: Sequence[tuple[str, tuple[str, ...]]] = (),
+) -> Mapping[str, Any]:
+  """Returns a module's variables, frozen if they were, with other logical axis names for some parameters.
+
+  Args:
+    model_variables: the result of `module.init`, with `params` and `params_axes`.
+    params_axes_names_override: (pattern, axis names) pairs; the first pattern that matches a
+      parameter's whole name, such as "encoder/layers_.*/mlp/wi/kernel", applies.
+
+  Raises:
+    ValueError: the variables have no `params_axes`, or the number of names is not the parameter's
+      rank.
+  """
+  variables = unfreeze(dict(model_variables))
+  if "params_axes" not in variables:
+    raise ValueError(
+      "Model variables do not contain a 'params_axes' collection to apply an override to."
+    )
+  axes = flatten_dict_string_keys(variables["params_axes"])
+  for name, param in flatten_dict_string_keys(variables["params"]).items():
+    rules = [rule for rule in params_axes_names_override if re.fullmatch(rule[0], name)]
+    if not rules:
+      continue
+    names = tuple(rules[0][1])
+    if len(names) != len(param.shape):
+      raise ValueError(
+        f"Provided axis name override for {name} does not match param rank ({len(param.shape)}): "
+        f"{names}"
+      )
+    axes[f"{name}_axes"] = AxisMetadata(names=names)
+  variables["params_axes"] = traverse_util.unflatten_dict(axes, sep="/")
+  return freeze(variables) if isinstance(model_variables, FrozenDict) else variables
+
+
+__all__ = ["sync_global_devices"]
+
+# Outputs in the order of their examples, and auxiliary values by name.
+Inferences = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+def multihost_assert_equal(input_tree: Any, fail_message: str = "") -> None:
+  """Raises AssertionError unless all processes have the same values."""
+  multihost_utils.assert_equal(input_tree, fail_message)
+
+
+def set_hardware_rng_ops() -> None:
+  """Sets jax's PRNG to the devices' own generator, which is faster but gives other numbers."""
+  jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+
+
+def extract_tokens_and_aux_values(inference_fn_outputs: Any) -> Inferences:
+  """Returns the outputs of an inference function in the order of their examples.
+
+  Args:
+    inference_fn_outputs: (index, output) pairs, or these pairs and auxiliary values, whose leaves are
+      lists or arrays with one entry for each pair.
+  """
+  has_aux = isinstance(inference_fn_outputs, tuple)
+  pairs, aux = inference_fn_outputs if has_aux else (inference_fn_outputs, {})
+  order = np.argsort([index for index, _ in pairs])
+
+  def in_order(values: Sequence[Any]) -> list[Any]:
+    return [values[position] for position in order]
+
+  def is_leaf(value: Any) -> bool:
+    return isinstance(value, (list, np.ndarray))
+
+  return in_order([output for _, output in pairs]), jax.tree.map(in_order, aux, is_leaf=is_leaf)
+
+
+def find_first_checkpoint_step(
+  checkpoint_steps_index: int, checkpoint_steps: Sequence[int], first_step: int, host_step: int
+) -> int:
+  """Returns the index of the first of `checkpoint_steps` at or after the current step.
+
+  Args:
+    checkpoint_steps_index: the index at which the search starts.
+    checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
+    first_step: the first step of the run, at which no checkpoint is due.
+    host_step: the current step.
+  """
+  for index, step in list(enumerate(checkpoint_steps))[checkpoint_steps_index:]:
+    if step >= host_step and step != first_step:
+      return index
+  return max(checkpoint_steps_index, len(checkpoint_steps) - 1)
+
+
+def find_next_checkpoint_step(
+  checkpoint_steps_index: int,
+  inner_num_steps: int,
+  is_checkpoint_step: bool,
+  host_step: int,
+  checkpoint_steps: Sequence[int],
+  epoch_end_step: int,
+  checkpoint_period: int | None,
+  first_step: int,
+) -> tuple[int, bool]:
+  """Returns the number of steps until the next of `checkpoint_steps`, and whether one is so near.
+
+  Args:
+    checkpoint_steps_index: the index at which the search starts.
+    inner_num_steps: the number of steps, which is returned if none is so near.
+    is_checkpoint_step: what is returned in that case.
+    host_step: the current step.
+    checkpoint_steps: the steps at which checkpoints are saved, in ascending order.
+    epoch_end_step: the last step of the epoch.
+    checkpoint_period: steps at multiples of it after `first_step` do not count, because a checkpoint
+      is saved there anyway; None for no period.
+    first_step: the first step of the run.
+  """
+  for step in checkpoint_steps[checkpoint_steps_index:]:
+    is_periodic = checkpoint_period and (step - first_step) % checkpoint_period == 0
+    is_near = step <= host_step + inner_num_steps
+    if is_near and max(first_step, host_step) < step <= epoch_end_step and not is_periodic:
+      return step - host_step, True
+  return inner_num_steps, is_checkpoint_step

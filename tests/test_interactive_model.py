@@ -11,7 +11,6 @@ import pytest
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, SaveCheckpointConfig, all_steps
-from rosetta_t5.compat.interactive_gin import T5XScriptType, get_gin_config_from_interactive_model
 from rosetta_t5.config.checks.bindings import check_required
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.data.pipeline.text_examples import (
@@ -26,6 +25,7 @@ from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.optax_wrapper import adamw
+from t5x.interactive_model import T5XScriptType, get_gin_config_from_interactive_model
 
 EXAMPLES = [{"input": question, "target": answer} for question, answer in PAIRS]
 LENGTHS = {"inputs": 16, "targets": 12}

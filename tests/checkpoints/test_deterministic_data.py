@@ -9,10 +9,10 @@ import pathlib
 import pytest
 from tiny_tasks import PAIRS, add_task
 
-from rosetta_t5.compat.deterministic_data import get_deterministic_dataset
 from rosetta_t5.data import DatasetConfig
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_import import import_seqio
+from t5x.utils import get_deterministic_dataset
 
 TASK = "deterministic_data_test"
 CONFIG = DatasetConfig(

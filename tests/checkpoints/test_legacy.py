@@ -19,15 +19,13 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
-from rosetta_t5.compat.checkpoints.checkpoint_loading import (
-  LazyAwaitableArray,
-  find_checkpoint,
-  load_t5x_checkpoint,
-)
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import (
+from t5x.checkpoints import (
   Checkpointer,
+  LazyAwaitableArray,
   LegacyCheckpointManager,
   SaveBestCheckpointer,
+  find_checkpoint,
+  load_t5x_checkpoint,
 )
 
 

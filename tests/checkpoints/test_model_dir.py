@@ -31,7 +31,7 @@ from rosetta_t5.checkpoints.model_dir import (
   populate_metrics_for_steps,
   remove_checkpoint_dir,
 )
-from rosetta_t5.compat.checkpoints.legacy_checkpointer import SaveBestCheckpointer
+from t5x.checkpoints import SaveBestCheckpointer
 
 HOLDER = """
 import sys, time

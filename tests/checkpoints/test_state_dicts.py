@@ -23,7 +23,6 @@ from rosetta_t5.checkpoints.arrays.state_dicts import apply_assignment_map, flat
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.restore import find_matching_arrays, restore_train_state
 from rosetta_t5.checkpoints.train_state_initializer import restore
-from rosetta_t5.compat.checkpoints.checkpoint_loading import get_name_tree, intersect_state
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
@@ -46,6 +45,7 @@ AVERAGING = {
   "schedule_free": lambda: optimizers.chain([optax.contrib.schedule_free_adamw(0.1)]),
   "guarded": lambda: SpikeGuard(optimizers.chain([optax.contrib.schedule_free_adamw(0.1)])),
 }
+from t5x.checkpoints import get_name_tree, intersect_state
 
 
 def test_unflattening_restores_empty_nodes():

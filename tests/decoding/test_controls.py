@@ -21,11 +21,11 @@ from transformers_decodes import CASES, CONFIGS, INPUTS, NEW_TOKENS, RECORDED
 
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
 from rosetta_t5.checkpoints.formats.hugging_face.folder import read_arrays
-from rosetta_t5.compat.checkpoints.checkpoint_loading import load_t5x_checkpoint
 from rosetta_t5.decoding import Controls, apply_controls, beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
+from t5x.checkpoints import load_t5x_checkpoint
 
 EOS = 1
 

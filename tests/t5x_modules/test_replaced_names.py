@@ -13,7 +13,6 @@ from flax.linen import partitioning as flax_partitioning
 from forked_python import python
 
 import t5x
-from rosetta_t5.compat import trainer_functions
 from t5x import decoding, interactive_model, models, trainer
 from t5x.examples.t5 import layers
 
@@ -23,7 +22,7 @@ def test_functions_are_replaced_until_they_are_restored():
   accumulate = mock.patch("t5x.trainer.accumulate_grads_microbatched", return_value=(1, {}, None))
   with accumulate, mock.patch("t5x.trainer.apply_grads", return_value="mine"):
     assert trainer.train_with_lr(None, {}, 0.1, None, None, None) == "mine"
-  assert trainer_functions.apply_grads is trainer.apply_grads is before
+  assert trainer.apply_grads is before
 
 
 def test_a_module_that_is_imported_meanwhile_gets_the_original_back(monkeypatch):

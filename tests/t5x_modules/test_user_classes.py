@@ -8,7 +8,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tiny_models import Bigram, make_model
 
@@ -46,19 +45,6 @@ def test_a_checkpointer_with_a_restore_of_its_own_restores(tmp_path):
   table = np.asarray(state.params["table"])
   np.testing.assert_array_equal(restored(checkpoints.SaveBestCheckpointer), table)
   np.testing.assert_array_equal(restored(Tenfold), 10 * table)
-
-
-@pytest.mark.parametrize("kind", ["Restore", "Save"])
-def test_a_config_without_a_manager_class_is_rejected(tmp_path, kind):
-  cfgs = {
-    "restore_cfg": utils.RestoreCheckpointConfig(path=str(tmp_path)),
-    "save_cfg": utils.SaveCheckpointConfig(),
-  }
-  cfgs[f"{kind.lower()}_cfg"].checkpoint_manager_cls = None
-  with pytest.raises(ValueError, match=f"{kind}CheckpointConfig.*cls must be a class, got None"):
-    utils.create_orbax_checkpoint_manager(
-      **cfgs, model_dir=tmp_path, train_state=None, partitioner=None
-    )
 
 
 def test_a_partitioner_may_use_pjit_with_partition_specs():

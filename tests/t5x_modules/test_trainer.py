@@ -40,15 +40,6 @@ def test_the_manager_names_its_folder_and_measures_with_the_clock_of_a_test(tmp_
   manager.close()
 
 
-def test_a_donated_array_does_not_stop_the_clock():
-  manager = trainer.MetricsManager("train")
-  donated = jnp.ones(1)
-  donated.delete()
-  manager.start_duration_timer(block_on=donated)
-  assert manager._duration_timer._start_future.result() > 0
-  manager.close()
-
-
 def test_the_time_of_each_compilation_is_written():
   ours = make_trainer(eval_names=["a", "b"])
   managers = [mock.Mock() for _ in range(3)]

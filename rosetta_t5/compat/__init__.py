@@ -1,1 +1,0 @@
-"""What exists only because T5X had it: its older checkpointers, protocols and helper functions."""

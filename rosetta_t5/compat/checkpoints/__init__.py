@@ -1,1 +1,0 @@
-"""T5X's older checkpoint managers, and its functions on checkpoints."""

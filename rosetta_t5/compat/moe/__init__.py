@@ -1,1 +1,0 @@
-"""T5X's contrib/moe: models, partitioner, trainer and checkpointer for mixtures of experts."""

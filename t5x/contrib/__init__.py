@@ -1,1 +1,0 @@
-"""T5X's contributed packages."""

@@ -1,1 +1,0 @@
-"""NVIDIA's edition of T5X."""

@@ -1,1 +1,0 @@
-"""NVIDIA's scripts, under T5X's path."""

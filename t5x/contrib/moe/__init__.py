@@ -1,1 +1,0 @@
-"""T5X's `contrib.moe`: mixtures of experts."""

@@ -1,1 +1,0 @@
-"""T5X's decoder-only example network."""

@@ -1,1 +1,0 @@
-"""NVIDIA's scripts, at the path that T5X used before contrib."""
