@@ -28,6 +28,7 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.guards import SpikeGuard
 from rosetta_t5.training.optimizers.optax_wrapper import average_parameters
+from t5x.checkpoints import get_name_tree, intersect_state
 from t5x.contrib.moe.checkpoints import UpcycleCheckpointer
 
 DENSE = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=2)
@@ -45,7 +46,6 @@ AVERAGING = {
   "schedule_free": lambda: optimizers.chain([optax.contrib.schedule_free_adamw(0.1)]),
   "guarded": lambda: SpikeGuard(optimizers.chain([optax.contrib.schedule_free_adamw(0.1)])),
 }
-from t5x.checkpoints import get_name_tree, intersect_state
 
 
 def test_unflattening_restores_empty_nodes():
