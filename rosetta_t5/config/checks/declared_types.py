@@ -77,9 +77,9 @@ def accepts(value: Any, declared: Any) -> bool:
 def wrong_part(value: Any, declared: Any, name: str) -> tuple[str, Any, Any]:
   """Returns (name, value, type) of the innermost part of a wrong value that its type does not accept."""
   for member in _members(declared):
-    for suffix, part, of_part in _parts(value, _without_conditions(member)) or ():
-      if not accepts(part, of_part):
-        return wrong_part(part, of_part, f"{name}{suffix}")
+    for suffix, part, part_type in _parts(value, _without_conditions(member)) or ():
+      if not accepts(part, part_type):
+        return wrong_part(part, part_type, f"{name}{suffix}")
   return name, value, declared
 
 
@@ -154,7 +154,7 @@ def _accepts_value(value: Any, member: Any) -> bool:
 def _has_type(value: Any, base: Any) -> bool:
   parts = _parts(value, base)
   if parts is not None:
-    return all(accepts(part, of_part) for _, part, of_part in parts)
+    return all(accepts(part, part_type) for _, part, part_type in parts)
   if base in _PLAIN:
     return _PLAIN[base][1](value)
   if typing.get_origin(base) is Literal:
@@ -168,9 +168,9 @@ def _parts(value: Any, base: Any) -> list[tuple[str, Any, Any]] | None:
   """Returns the parts of a list or dict as (suffix of the name, part, its type); None for others."""
   origin, arguments = typing.get_origin(base) or base, typing.get_args(base)
   if isinstance(value, dict) and origin in _DICTS:
-    of_key, of_value = arguments or (Any, Any)
-    keys = [("", key, of_key) for key in value]
-    return keys + [(f"[{key!r}]", item, of_value) for key, item in value.items()]
+    key_type, value_type = arguments or (Any, Any)
+    keys = [("", key, key_type) for key in value]
+    return keys + [(f"[{key!r}]", item, value_type) for key, item in value.items()]
   if not (isinstance(value, list | tuple) and origin in _LISTS):
     return None
   item_types = [arguments[0] if arguments else Any] * len(value)
