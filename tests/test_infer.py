@@ -420,9 +420,8 @@ def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
     output
   )
   assert "Traceback" not in output
-  # The remaining process may write one more chunk.
-  continuing = "continuing after [34] chunks" if lost else "continuing after 2 chunks"
-  assert re.search(continuing, _finish(_start(2, tmp_path)))
+  # The remaining process may complete chunks before it hears of the loss.
+  assert re.search("continuing after [2-4] chunks", _finish(_start(2, tmp_path)))
   assert (tmp_path / _OUTPUT).read_text() == whole_of_two
 
 
