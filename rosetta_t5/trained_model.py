@@ -19,7 +19,7 @@ from rosetta_t5.config.language.allow_list import limited_to_list
 from rosetta_t5.config.language.names import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
-from rosetta_t5.config.model_file import ARGUMENTS, NAME, ModelFile, read_model_file
+from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
 from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.parallel import BasePartitioner
 
@@ -49,9 +49,7 @@ class OpenedModel:
 
 
 def open_model_dir(
-  model_dir: str | os.PathLike[str],
-  flags: Sequence[str] = (),
-  trust: bool = False,
+  model_dir: str | os.PathLike[str], flags: Sequence[str] = (), trust: bool = False
 ) -> OpenedModel:
   """Returns a model with its parameters; for the arguments and errors, see `read_run`."""
   return open_checkpoint(*read_run(model_dir, flags, trust, ("model", "partitioner")))
@@ -98,28 +96,21 @@ def read_run(
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   if config_file.parent == path:
     restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
-  run = _read_model_file(config_file.with_name(NAME))
+  if not (model_file := config_file.with_name(NAME)).is_file():
+    return _read_gin(config_file, flags, trust, used), restore_cfg
+  run = read_model_file(model_file)
+  use_data_folders(run.surroundings)
   command = parse_command_line(["rosetta-t5", *flags])
-  needs_gin = command.gin_file or command.gin_bindings or trust
-  if run is not None and run.is_complete and not needs_gin:
+  if run.is_complete and not (command.gin_file or command.gin_bindings or trust):
     join_run(command)
     run.import_modules()
     return run, restore_cfg
-  if run is not None and trust:
+  if trust:
     check_modules(run.surroundings)
   arguments = _read_gin(config_file, flags, trust, used)
-  if run is not None and not any("vocab" in flag.lower() for flag in flags):
+  if not any("vocab" in flag.lower() for flag in flags):
     arguments["model"] = run.with_copied_vocabularies(arguments["model"])
   return arguments, restore_cfg
-
-
-def _read_model_file(file: pathlib.Path) -> ModelFile | None:
-  """Returns what a run's model.json describes, and lets tasks read its data; None without the file."""
-  if not file.is_file():
-    return None
-  run = read_model_file(file)
-  use_data_folders(run.surroundings)
-  return run
 
 
 def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:
@@ -133,10 +124,7 @@ def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:
 
 
 def _read_gin(
-  file: pathlib.Path,
-  flags: Sequence[str],
-  trust: bool,
-  used: Collection[str] | None,
+  file: pathlib.Path, flags: Sequence[str], trust: bool, used: Collection[str] | None
 ) -> dict[str, Any]:
   """Returns the arguments of `train` in a gin file: all if it is trusted, else those in ARGUMENTS."""
   with temporary_run_function(train), limited_to_list(not trust):
