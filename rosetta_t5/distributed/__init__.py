@@ -1,4 +1,4 @@
-"""The processes of one run: launch, rendezvous, preflight, presence, signals, watchdog."""
+"""The processes of one run: launch, preflight, presence, signals, watchdog."""
 
 from rosetta_t5.distributed.coordination import draw_seed
 from rosetta_t5.distributed.join import join_processes

@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 
 from rosetta_t5 import __version__
 from rosetta_t5.jax_internals import coordination_client
 
 # The service keeps every key, so each call needs a new one: calls are numbered.
 _call_numbers = itertools.count()
+_SEED_TIMEOUT_S = 600.0
 
 
 def broadcast_text(text: str, name: str, timeout_s: float) -> str:
@@ -67,12 +67,7 @@ def _next_key(name: str) -> str:
 
 def draw_seed() -> int:
   """Returns a seed drawn from the clock, the same on every process."""
-  seed = np.int32(int(time.time()) % 2**31)
-  if jax.process_count() > 1:
-    from jax.experimental import multihost_utils
-
-    seed = multihost_utils.broadcast_one_to_all(seed)
-  return int(seed)
+  return int(broadcast_text(str(int(time.time()) % 2**31), "seed", _SEED_TIMEOUT_S))
 
 
 # JAX's environment variables on which the losses depend. The configuration does not contain them.

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from rosetta_t5.distributed.coordination import run_preflight
-from rosetta_t5.distributed.rendezvous import wait_for_processes
+from rosetta_t5.distributed.presence import wait_for_processes
 
 _LOOPBACK = re.compile(r"(localhost(\..*)?|127(\.\d+){3}|::1|0\.0\.0\.0)")
 _FIRST_PORT, _PORT_COUNT = 12345, 20000
