@@ -29,10 +29,7 @@ from rosetta_t5.checkpoints.config import (
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.restore import UnreadableCheckpointError
 from rosetta_t5.checkpoints.source_config import check_source_configs
-from rosetta_t5.checkpoints.train_state_initializer import (
-  TrainStateInitializer,
-  restore,
-)
+from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer, restore
 from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 from rosetta_t5.manifest import DamagedFileError
 from rosetta_t5.parallel import BasePartitioner
@@ -61,10 +58,7 @@ def find_start_checkpoint(
   """
   save, given = checkpoint_cfg.save or SaveCheckpointConfig(), checkpoint_cfg.restore
   own = RestoreCheckpointConfig(
-    path=os.fspath(model_dir),
-    mode="latest",
-    dtype=save.dtype,
-    restore_dataset=save.save_dataset,
+    path=os.fspath(model_dir), mode="latest", dtype=save.dtype, restore_dataset=save.save_dataset
   )
   cfg, paths = get_first_valid_restore_config_and_paths([own, given] if given else [own])
   if len(paths) > 1:

@@ -18,11 +18,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  all_steps,
-  checkpoint_path,
-  files_matching,
-)
+from rosetta_t5.checkpoints.checkpoint_folders import all_steps, checkpoint_path, files_matching
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error, reason_of
 
