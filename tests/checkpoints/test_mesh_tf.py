@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.restore import read_arrays
-from t5x.checkpoints import restore_from_t5_checkpoint
+from t5x.checkpoint_importer import restore_from_t5_checkpoint
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 
