@@ -14,7 +14,7 @@ from rosetta_t5 import manifest
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
-from rosetta_t5.checkpoints.model_dir import is_pinned_checkpoint
+from rosetta_t5.checkpoints.model_dir import PIN_FILE, is_pinned_checkpoint
 from rosetta_t5.checkpoints.restore import (
   UnreadableCheckpointError,
   manifest_folder,
@@ -154,7 +154,8 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   if not has_manifest:
     comparison = f"no {manifest.NAME} to compare with (verify --write writes it)"
     if write and not problems:
-      manifest.write(manifest_folder(folder))
+      root = manifest_folder(folder)
+      manifest.write(root, [n for n in manifest.files_in(root) if n != PIN_FILE])
       comparison = f"{manifest.NAME} written"
   print(f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems")
   return 1 if problems else 0

@@ -28,7 +28,7 @@ _TIMEOUT_S = 600.0
 # The folder in MODEL_DIR to which checkpoints are moved before their files are deleted. A process
 # that is killed during the deletion then leaves no incomplete checkpoint.
 REMOVED_FOLDER = ".removed"
-_PIN_FILE = "PINNED"
+PIN_FILE = "PINNED"
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Retention:
 
 def pinned_checkpoint_filepath(ckpt_dir: epath.PathLike) -> str:
   """Returns the path of the file whose existence pins the checkpoint in `ckpt_dir`."""
-  return os.fspath(epath.Path(ckpt_dir) / _PIN_FILE)
+  return os.fspath(epath.Path(ckpt_dir) / PIN_FILE)
 
 
 def is_pinned_checkpoint(ckpt_dir: epath.PathLike) -> bool:
