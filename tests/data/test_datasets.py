@@ -132,7 +132,7 @@ def test_an_unknown_task_is_refused_with_similar_names(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
   add_task(LINES, name="squad_of_tests")
-  text = r"no SeqIO task or mixture 'squad_off_tests'.*'squad_of_tests'.*MIXTURE_OR_TASK_MODULE"
+  text = r"no SeqIO task or mixture 'squad_off_tests'.*Did you mean squad_of_tests.*MIXTURE_OR_TASK_MODULE"
   with pytest.raises(ValueError, match=text):
     get_dataset(config("squad_off_tests"), 0, 1, converter)
 
