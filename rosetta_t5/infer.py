@@ -22,9 +22,13 @@ from rosetta_t5.data.pipeline.data_description import describe_tasks
 from rosetta_t5.data.pipeline.datasets import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
-from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
-from rosetta_t5.inference.infer_fn import InferFn, get_infer_fn
-from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.infer_fn import (
+  InferFn,
+  check_buckets,
+  get_infer_fn,
+  inference_step,
+  notes_on_tokens_left_behind,
+)
 from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner

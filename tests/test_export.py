@@ -17,9 +17,13 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary, save_checkp
 from rosetta_t5.checkpoints import RestoreCheckpointConfig
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.export.inference_function import create_inference_function, restore_params
+from rosetta_t5.export.inference_function import (
+  create_inference_function,
+  load_stablehlo,
+  restore_params,
+  write_stablehlo,
+)
 from rosetta_t5.export.saved_model import save, write_warmup_examples
-from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
 from rosetta_t5.export.text_functions import (
   create_batch_polymorphic_shapes,
   create_preprocessor,
@@ -120,7 +124,7 @@ def test_stablehlo_runs_in_a_process_without_tensorflow(checkpoint, tmp_path):
   program = (
     "import sys, numpy as np\n"
     "sys.modules['tensorflow'] = sys.modules['seqio'] = None\n"
-    "from rosetta_t5.export.stablehlo import load_stablehlo\n"
+    "from rosetta_t5.export.inference_function import load_stablehlo\n"
     f"score = load_stablehlo('{tmp_path}/1/stablehlo')\n"
     f"print(np.asarray(score(dict(np.load('{tmp_path}/batch.npz')))[0]).tolist())"
   )

@@ -32,7 +32,7 @@ def apply(options: argparse.Namespace, model: Any) -> None:
   Raises:
     ValueError: its decode function lacks an argument.
   """
-  from rosetta_t5.models.decode_call import set_decode_fn
+  from rosetta_t5.models.base_model import set_decode_fn
 
   given = {name: getattr(options, name) for name in NAMES if getattr(options, name) is not None}
   if words := given.pop("bad_word", None):
@@ -47,7 +47,7 @@ def _search_instead_of_greedy(model: Any) -> None:
   """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
   from rosetta_t5 import decoding
   from rosetta_t5.config.saved_config import bindings_of
-  from rosetta_t5.models.decode_call import set_decode_fn
+  from rosetta_t5.models.base_model import set_decode_fn
 
   decode_fn: Any = model.decode_fn
   bound: dict[str, Any] = {}

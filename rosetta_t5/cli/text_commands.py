@@ -123,7 +123,7 @@ def chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 def chat(options: argparse.Namespace) -> int:
   """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
-  from rosetta_t5.inference.infilling import BLANK, BlankFiller
+  from rosetta_t5.inference.text_inference import BLANK, BlankFiller
   from rosetta_t5.trained_model import open_model_dir
 
   model = open_model_dir(options.model_dir, trust=options.trust)
@@ -152,9 +152,9 @@ def _infer_rows(
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
   from rosetta_t5.data.vocabularies.lost_text import describe_unknown
-  from rosetta_t5.inference.expert_capacity import notes_on_tokens_left_behind
+  from rosetta_t5.inference.infer_fn import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
-  from rosetta_t5.models.expert_losses import LEFT_BEHIND
+  from rosetta_t5.models.batch_metrics import LEFT_BEHIND
 
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
   batch_size = options.batch_size or 8

@@ -18,7 +18,17 @@ from rosetta_t5.decoding.beams import (
   top_k_two_stage,
   unflatten_beam_dim,
 )
-from rosetta_t5.decoding.controls import Controls, apply_controls
+from rosetta_t5.decoding.next_token import (
+  NEG_INF,
+  Controls,
+  DecodingState,
+  TokensToLogits,
+  apply_controls,
+  float32_bsearch,
+  int32_bsearch,
+  topk_mask,
+  topp_mask,
+)
 from rosetta_t5.decoding.sampling import (
   MIN_TEMPERATURE,
   LogitCallbackFn,
@@ -26,5 +36,3 @@ from rosetta_t5.decoding.sampling import (
   StateCallbackFn,
   temperature_sample,
 )
-from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
-from rosetta_t5.decoding.thresholds import float32_bsearch, int32_bsearch, topk_mask, topp_mask

@@ -14,8 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber
 from rosetta_t5.decoding import beams
-from rosetta_t5.decoding.controls import Controls, apply_controls
-from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
+from rosetta_t5.decoding.next_token import (
+  NEG_INF,
+  Controls,
+  DecodingState,
+  TokensToLogits,
+  apply_controls,
+)
 
 # The default of `min_log_prob`: the search never ends early.
 NEG_INF_VALUE = float(NEG_INF)

@@ -20,9 +20,17 @@ from rosetta_t5.argument_types import (
   PositiveNumber,
   Probability,
 )
-from rosetta_t5.decoding import beams, thresholds
-from rosetta_t5.decoding.controls import NO_CONTROLS, Controls, apply_controls
-from rosetta_t5.decoding.state import NEG_INF, DecodingState, TokensToLogits
+from rosetta_t5.decoding import beams
+from rosetta_t5.decoding.next_token import (
+  NEG_INF,
+  NO_CONTROLS,
+  Controls,
+  DecodingState,
+  TokensToLogits,
+  apply_controls,
+  topk_mask,
+  topp_mask,
+)
 
 # Lower temperatures count as 0.
 MIN_TEMPERATURE = np.array(1e-4)
@@ -259,10 +267,10 @@ def _sample(
   def sample() -> tuple[jax.Array, jax.Array]:
     scaled_BV = logits_BV / jnp.maximum(temperature_Bx1, MIN_TEMPERATURE)
     if not isinstance(topk, int) or topk:
-      masked_BV = thresholds.topk_mask(scaled_BV, topk, NEG_INF)
+      masked_BV = topk_mask(scaled_BV, topk, NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topk) > 0, masked_BV, scaled_BV)
     if not isinstance(topp, (int, float)) or topp:
-      masked_BV = thresholds.topp_mask(scaled_BV, topp, NEG_INF)
+      masked_BV = topp_mask(scaled_BV, topp, NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topp) > 0, masked_BV, scaled_BV)
     tokens_B = jax.random.categorical(rng, scaled_BV).astype(jnp.int32)
     return tokens_B, _log_prob_of(scaled_BV if rescale_log_probs else logits_BV, tokens_B)

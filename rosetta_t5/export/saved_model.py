@@ -17,7 +17,7 @@ from rosetta_t5 import checkpoints, config, terminal
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.export import inference_function, text_functions
-from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
+from rosetta_t5.export.inference_function import load_stablehlo, write_stablehlo
 from rosetta_t5.files import complete_folder
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan.description import describe_run

@@ -1,4 +1,7 @@
-"""Predicts or scores each example of a dataset once, in batches that are sharded over the devices."""
+"""Predicts or scores each example of a dataset once, in batches that are sharded over the devices.
+
+Batches of short inputs may be cut to one of a few lengths ("buckets"), each compiled once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.data.pipeline.host_batches import TokenLimit, check_ids
-from rosetta_t5.inference.length_buckets import check_buckets, cut_rows
+from rosetta_t5.models.batch_metrics import LEFT_BEHIND, fraction_left_behind
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import params_to_evaluate
 
@@ -206,3 +209,108 @@ def array_to_lists(x: np.ndarray) -> Any:
 
 def _is_list(x: Any) -> bool:
   return isinstance(x, list)
+
+
+def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int, ...]:
+  """Returns the buckets in ascending order, or () for None.
+
+  Args:
+    buckets: the lengths.
+    model: the model that computes the batches; None for one without experts.
+
+  Raises:
+    ValueError: they are not positive integers, or the model has experts, whose slots depend on the
+      length.
+  """
+  if buckets is None:
+    return ()
+  if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
+    raise ValueError(
+      f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"
+    )
+  if buckets and model is not None and model.has_experts:
+    raise ValueError(
+      "input_length_buckets would change the results of a model with experts, because an expert has "
+      f"fewer slots for shorter rows, got {buckets!r}: set it to ()"
+    )
+  return tuple(sorted(buckets))
+
+
+def default_buckets(full_length: int) -> tuple[int, ...]:
+  """Returns an eighth, a quarter and a half of a length, as multiples of 8."""
+  eighth = -(-full_length // 64) * 8
+  return tuple(n * eighth for n in (1, 2, 4) if n * eighth < full_length)
+
+
+def cut_rows(
+  rows: Sequence[tuple[Any, Any]], buckets: Sequence[int], is_scoring: bool = False
+) -> list[tuple[Any, Any]]:
+  """Cuts the features of a batch to the shortest bucket that no example's content exceeds.
+
+  For an encoder-decoder model, the inputs are cut. A decoder-only model has inputs and targets in one
+  row. When they are scored, the whole row is cut. When the model continues the inputs, only
+  `decoder_causal_attention`, which marks the inputs, is cut: the length of the row remains, because it
+  limits the length of the prediction.
+
+  Args:
+    rows: (index, example) pairs; examples without these features are not changed.
+    buckets: lengths in ascending order.
+    is_scoring: whether targets are scored instead of decoded.
+  """
+  measured, cut_prefix = _features_to_cut(rows[0][1], is_scoring)
+  if measured is None:
+    return list(rows)
+  full_length = len(rows[0][1][measured])
+  longest = max(len(np.trim_zeros(example[measured], "b")) for _, example in rows)
+  bucket = next((n for n in buckets if longest <= n < full_length), full_length)
+
+  def cut(name: str, x: np.ndarray) -> np.ndarray:
+    return x[:bucket] if name.startswith(cut_prefix) and len(x) == full_length else x
+
+  return [(i, {name: cut(name, x) for name, x in example.items()}) for i, example in rows]
+
+
+def _features_to_cut(example: Mapping[str, Any], is_scoring: bool) -> tuple[str | None, str]:
+  """Returns the feature that determines the length, and the prefix of the features to cut."""
+  if "encoder_input_tokens" in example:
+    return "encoder_input_tokens", "encoder_"
+  measured = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"
+  if measured not in example:
+    return None, ""
+  return measured, "decoder_" if is_scoring else measured
+
+
+def inference_step(model: Any, method: str) -> Callable[..., Any]:
+  """Returns a model's method; with experts, one that also returns {LEFT_BEHIND: fraction by example}.
+
+  Args:
+    model: the model.
+    method: `predict_batch`, `predict_batch_with_aux` (which returns it in any case) or `score_batch`.
+  """
+  if not model.has_experts:
+    return getattr(model, method)
+
+  def predict(params: Any, batch: Any, rng: Any = None) -> Any:
+    predictions, aux = model.predict_batch_with_aux(params, batch, rng=rng)
+    return predictions, {name: x for name, x in aux.items() if name == LEFT_BEHIND}
+
+  def score(params: Any, batch: Any, return_intermediates: bool = False) -> Any:
+    scores, intermediates = model.score_batch(params, batch, return_intermediates=True)
+    return scores, intermediates if return_intermediates else fraction_left_behind(intermediates)
+
+  return {"predict_batch": predict, "score_batch": score}.get(method) or getattr(model, method)
+
+
+def notes_on_tokens_left_behind(aux: Mapping[str, Any]) -> Iterable[str]:
+  """Yields a note if experts had no slot for some tokens of these examples.
+
+  Args:
+    aux: the auxiliary values of the examples, {name: list}.
+  """
+  fractions = aux.get(LEFT_BEHIND, ())
+  if any(fractions):
+    mean = sum(fractions) / len(fractions)
+    yield (
+      f"no expert computed {mean:.2%} of the tokens, because its slots were taken: set a higher "
+      "eval_capacity_factor in the network's config"
+    )

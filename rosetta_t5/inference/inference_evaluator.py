@@ -19,11 +19,16 @@ from rosetta_t5 import data, terminal
 from rosetta_t5.checkpoints.saved_items import get_local_data
 from rosetta_t5.data.pipeline.datasets import make_evaluator
 from rosetta_t5.distributed import until_interrupted
-from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
-from rosetta_t5.inference.infer_fn import InferFn, as_numpy, get_infer_fn
-from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.infer_fn import (
+  InferFn,
+  as_numpy,
+  check_buckets,
+  get_infer_fn,
+  inference_step,
+  notes_on_tokens_left_behind,
+)
 from rosetta_t5.inference.sample_predictions import Sample, token_text
-from rosetta_t5.models.expert_losses import LEFT_BEHIND
+from rosetta_t5.models.batch_metrics import LEFT_BEHIND
 from rosetta_t5.parallel import BasePartitioner
 
 FOLDER = "inference_eval"

@@ -1,6 +1,6 @@
 """Models: the interface that runs use, encoder-decoder models and decoder-only models."""
 
-from rosetta_t5.models.base_model import BaseModel
+from rosetta_t5.models.base_model import BaseModel, DecodeFnCallable, TokensIdsToLogitsCallable
 from rosetta_t5.models.base_transformer import (
   BaseTransformerModel,
   get_input_vocabulary,
@@ -12,6 +12,5 @@ from rosetta_t5.models.batch_metrics import (
   compute_weighted_accuracy,
   count_packed_examples,
 )
-from rosetta_t5.models.decode_call import DecodeFnCallable, TokensIdsToLogitsCallable
 from rosetta_t5.models.decoder_only import DecoderOnlyModel, remove_prefix
 from rosetta_t5.models.encoder_decoder import DecoderParams, EncoderDecoderModel

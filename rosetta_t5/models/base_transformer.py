@@ -14,10 +14,13 @@ from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
-from rosetta_t5.models.base_model import BaseModel, Batch, PyTree
-from rosetta_t5.models.batch_metrics import Metrics, compute_base_metrics
-from rosetta_t5.models.decode_call import accepts, call_decode_fn
-from rosetta_t5.models.expert_losses import ExpertLosses, expert_losses
+from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
+from rosetta_t5.models.batch_metrics import (
+  ExpertLosses,
+  Metrics,
+  compute_base_metrics,
+  expert_losses,
+)
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.training import losses
 

@@ -13,10 +13,9 @@ from flax.core import freeze
 
 from rosetta_t5 import decoding
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
-from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
+from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argument
 from rosetta_t5.models.base_transformer import BaseTransformerModel
-from rosetta_t5.models.decode_call import has_argument
-from rosetta_t5.models.expert_losses import fraction_left_behind
+from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 

@@ -21,11 +21,13 @@ from tiny_models import (
 )
 
 from rosetta_t5.decoding import temperature_sample
-from rosetta_t5.export.inference_function import create_inference_function
-from rosetta_t5.export.stablehlo import load_stablehlo, write_stablehlo
+from rosetta_t5.export.inference_function import (
+  create_inference_function,
+  load_stablehlo,
+  write_stablehlo,
+)
 from rosetta_t5.inference import get_infer_fn
-from rosetta_t5.inference.expert_capacity import inference_step, notes_on_tokens_left_behind
-from rosetta_t5.inference.length_buckets import check_buckets
+from rosetta_t5.inference.infer_fn import check_buckets, inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.text_inference import InferenceType, TextInference
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks import scalable_t5

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.inference.infilling import BlankFiller, parse_spans
+from rosetta_t5.inference.text_inference import BlankFiller, parse_spans
 
 TEXT = [
   f"Return the {n} of the object {n + 1} or raise an error if {n * n} is it." for n in range(900)

@@ -18,8 +18,7 @@ from tiny_models import (
 )
 
 from rosetta_t5.inference import get_infer_fn
-from rosetta_t5.inference.infer_fn import shard_batches
-from rosetta_t5.inference.length_buckets import check_buckets, cut_rows, default_buckets
+from rosetta_t5.inference.infer_fn import check_buckets, cut_rows, default_buckets, shard_batches
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState

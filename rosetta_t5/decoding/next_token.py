@@ -1,20 +1,42 @@
-"""What decodes may contain: controls of the next token's logits, with Transformers' names and definitions.
+"""A decoding step: its input, and what restricts its logits (controls, top-k and top-p masks).
 
-A token that a control forbids gets the logit NEG_INF. The tokens so far begin with the start token, and
-contain the prompt, if there is one. Both count, as in Transformers.
+The masks search their threshold in binary, as in T5X: sorting a vocabulary takes longer than the 32
+counts that find the threshold bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Int32
 
-from rosetta_t5.decoding.state import NEG_INF
+# Used as log 0. It is finite, so that multiplying by it never gives NaN.
+NEG_INF = np.array(-1.0e7)
+
+
+class DecodingState(struct.PyTreeNode):
+  """The input of a step; the decodes of one example are adjacent in the first dimension.
+
+  Attributes:
+    cur_index: the position of `cur_token`, from 0: a scalar, or [batch · decodes].
+    sequences: [batch · decodes, length] the tokens so far.
+    cur_token: [batch · decodes, 1] the token at this position.
+    cache: a nested dict of arrays, the attention's cache.
+  """
+
+  cur_index: jax.Array
+  sequences: jax.Array
+  cur_token: jax.Array
+  cache: Any
+
+
+# Returns the next token's logits [batch · decodes, vocabulary] and the cache with one more position.
+TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]
 
 _ANY, _NONE = -1, -2  # In place of a token: one that equals every token, and one that equals none.
 
@@ -134,3 +156,104 @@ def _replace(
   chosen_NK = jnp.where(where_NK, tokens_NK, logits_NV.shape[1])  # This index is dropped.
   rows_Nx1 = jnp.arange(len(tokens_NK))[:, None]
   return logits_NV.at[rows_Nx1, chosen_NK].set(values, mode="drop")
+
+
+_SIGN = jnp.iinfo(jnp.int32).min
+_ALL_BUT_SIGN = jnp.iinfo(jnp.int32).max
+_EXPONENT = 0x7F800000
+
+
+def int32_bsearch(
+  batch_shape: Sequence[int], predicate: Callable[[Int32[Array, "..."]], Bool[Array, "..."]]
+) -> Int32[Array, "..."]:
+  """Returns the largest int32 for which the predicate is false, for each element of the batch.
+
+  Args:
+    batch_shape: the shape of the thresholds.
+    predicate: a function of thresholds that is false up to some number and true above it. If it is
+      true everywhere, the smallest int32 is returned.
+  """
+  # Starting from the smallest number, set each bit, from the highest, if the predicate stays false.
+  smallest = jnp.full(tuple(batch_shape), _SIGN, jnp.int32)
+  is_negative = predicate(jnp.zeros(tuple(batch_shape), jnp.int32))
+  found = jnp.where(is_negative, smallest, 0)
+
+  def set_bit(i: jax.Array, found: jax.Array) -> jax.Array:
+    larger = found | (jnp.int32(1) << (30 - i))
+    return jnp.where(predicate(larger), found, larger)
+
+  return jax.lax.fori_loop(0, 31, set_bit, found)
+
+
+def float32_bsearch(
+  batch_shape: Sequence[int], predicate: Callable[[Float[Array, "..."]], Bool[Array, "..."]]
+) -> Float[Array, "..."]:
+  """Returns the largest finite float32 for which the predicate is false, for each element of the batch.
+
+  Args:
+    batch_shape: the shape of the thresholds.
+    predicate: see `int32_bsearch`; its thresholds are float32.
+  """
+
+  def on_bits(ordered: jax.Array) -> jax.Array:
+    bits = _swap_order(ordered)
+    is_finite = (bits & _EXPONENT) != _EXPONENT
+    # Infinities and NaNs are at both ends: those below count as false, those above as true.
+    return jnp.where(is_finite, predicate(_as_float(bits)), ordered >= 0)
+
+  return _as_float(_swap_order(int32_bsearch(batch_shape, on_bits)))
+
+
+def topk_mask(
+  x: Float[Array, "*batch vocab"],
+  k: int | Int32[Array, ""],
+  replace_val: float | np.ndarray | Float[Array, ""],
+) -> Float[Array, "*batch vocab"]:
+  """Returns `x` with all but the k largest entries of each row replaced; ties with the k-th are kept.
+
+  Args:
+    x: the rows.
+    k: the number of entries to keep; may be traced.
+    replace_val: the value of the other entries.
+  """
+
+  # The cutoff is the smallest number with fewer than k entries above it. The search finds the largest
+  # number with a property, so it is applied to negated numbers.
+  def has_k_above(negated_B: jax.Array) -> jax.Array:
+    return jnp.sum(x > -negated_B[..., None], axis=-1) >= k
+
+  cutoff_B = -float32_bsearch(x.shape[:-1], has_k_above)
+  return jnp.where(x >= cutoff_B[..., None], x, jnp.asarray(replace_val, x.dtype))
+
+
+def topp_mask(
+  logits: Float[Array, "*batch vocab"],
+  p: float | Float[Array, ""],
+  replace_val: float | np.ndarray | Float[Array, ""],
+) -> Float[Array, "*batch vocab"]:
+  """Returns `logits` with all but the most probable entries, whose total probability is p, replaced.
+
+  Args:
+    logits: the rows.
+    p: the total probability that the smallest set of kept entries reaches; may be traced.
+    replace_val: the value of the other entries.
+  """
+  probs = jax.nn.softmax(logits, axis=-1)
+
+  def falls_short(threshold_B: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(probs >= threshold_B[..., None], probs, 0.0), axis=-1) < p
+
+  threshold_B = float32_bsearch(logits.shape[:-1], falls_short)
+  return jnp.where(probs >= threshold_B[..., None], logits, jnp.asarray(replace_val, logits.dtype))
+
+
+def _swap_order(x: jax.Array) -> jax.Array:
+  """Maps int32 to the bits of float32 in the order of the floats, and back.
+
+  Among negative floats larger bits are smaller numbers, so those bits are flipped.
+  """
+  return x ^ jnp.where(x < 0, jnp.int32(_ALL_BUT_SIGN), jnp.int32(0))
+
+
+def _as_float(bits: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
