@@ -61,7 +61,7 @@ def _version(package: str) -> str:
 
 def _check_import_paths() -> list[str]:
   """Prints where Python finds t5x and gin; another t5x or a folder named gin may hide ours."""
-  expected = pathlib.Path(__file__).resolve().parents[1] / "t5x"
+  expected = pathlib.Path(__file__).resolve().parents[2] / "t5x"
   problems = []
   for name in ("t5x", "gin"):
     spec = importlib.util.find_spec(name)

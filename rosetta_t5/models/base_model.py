@@ -238,3 +238,13 @@ def _name(decode_fn: Any) -> str:
   if isinstance(decode_fn, functools.partial):
     return _name(decode_fn.func)
   return getattr(decode_fn, "__name__", None) or type(decode_fn).__name__
+
+
+def get_input_vocabulary(model: Any) -> Any:
+  """Returns the vocabulary of the model's inputs."""
+  return model.input_vocabulary
+
+
+def get_output_vocabulary(model: Any) -> Any:
+  """Returns the vocabulary of the model's targets."""
+  return model.output_vocabulary

@@ -391,13 +391,3 @@ def _is_real(tokens: jax.Array) -> jax.Array:
 def _targets(batch: Batch) -> jax.Array:
   """Returns the target ids as integers; pipelines written for T5X may pass them as floats."""
   return batch["decoder_target_tokens"].astype(jnp.int32)
-
-
-def get_input_vocabulary(model: BaseTransformerModel) -> Any:
-  """Returns the vocabulary of the model's inputs."""
-  return model.input_vocabulary
-
-
-def get_output_vocabulary(model: BaseTransformerModel) -> Any:
-  """Returns the vocabulary of the model's targets."""
-  return model.output_vocabulary

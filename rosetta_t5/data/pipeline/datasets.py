@@ -146,6 +146,7 @@ def get_training_eval_datasets(
       feature_converter_cls=feature_converter_cls,
       # Reading must end even if the task filters out all examples, so the passes are limited.
       num_epochs=eval_steps * cfg.batch_size,
+      continue_from_last_checkpoint=False,
     )
     if not _has_element(cfg, examples):
       raise ValueError(
