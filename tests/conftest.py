@@ -111,6 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish() -> None:
-  """Collects garbage once; pytest, which would do so five times more, then finds next to nothing."""
-  gc.collect()
+  """Leaves garbage where it is: pytest would collect it five times, and an iterator of tf.data over a Python
+  generator waits forever for its thread if it is deleted by a collection.
+  """
   gc.freeze()
