@@ -9,7 +9,8 @@ import gin
 import pytest
 
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.config.t5x_surface import RUN_MODES, find_run_function, runs_bound_by
+from rosetta_t5.config.launch import runs_bound_by
+from rosetta_t5.config.t5x_surface import RUN_MODES, find_run_function
 from rosetta_t5.main import RunMode, main
 from t5x import main as t5x_main
 

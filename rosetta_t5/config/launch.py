@@ -105,7 +105,7 @@ def _select_run(command: CommandLine) -> Callable[..., Any] | None:
   """Returns the run that --run_mode names, or else the only one that the gin files bind, or None."""
   if command.run_mode:
     return find_run_function(RUN_MODES[command.run_mode])
-  names = _runs_bound_by(command.read_program(Problems()))  # errors are reported later
+  names = runs_bound_by(command.read_program(Problems()))  # errors are reported later
   if len(names) > 1:
     modes = "|".join(mode for mode, name in RUN_MODES.items() if name in names)
     raise ConfigError(
@@ -114,7 +114,7 @@ def _select_run(command: CommandLine) -> Callable[..., Any] | None:
   return find_run_function(names[0]) if names else None
 
 
-def _runs_bound_by(program: Program) -> list[str]:
+def runs_bound_by(program: Program) -> list[str]:
   """Returns the runs whose arguments a program binds through an import of `__main__`, in order."""
   aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
   names = []

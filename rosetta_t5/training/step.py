@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
 from flax import struct
-from flax.core import unfreeze
+from flax.core import FrozenDict, freeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
@@ -113,9 +113,8 @@ def accumulate_gradients(
   Raises:
     ValueError: the batch cannot be split into that many equal parts.
   """
-  mutables = unfreeze(state.flax_mutables)
   if not num_microbatches or num_microbatches == 1:
-    return _gradients(loss_fn, state.params, mutables, batch, dropout_rng)
+    return _gradients(loss_fn, state.params, state.flax_mutables, batch, dropout_rng)
   batch_size = next(iter(batch.values())).shape[0]
   if batch_size % num_microbatches:
     raise ValueError(
@@ -135,7 +134,7 @@ def accumulate_gradients(
     for name, value in with_divisors(batch).items()
   }
   zeros = jax.tree.map(jnp.zeros_like, state.params)
-  carry = (zeros, jnp.zeros(()), mutables, dropout_rng)
+  carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
   # A metric without arrays, such as a duration that is set after the step, cannot be reduced.
   metrics = {
@@ -158,8 +157,14 @@ def _gradients(
   # The gradient of this collection (fp8's scales) is its next value: it is replaced, not summed.
   overwritten = {name: mutables[name] for name in (OVERWRITE_WITH_GRADIENT,) if name in mutables}
   grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
-  (loss, (metrics, mutables)), (grads, overwritten) = grad_fn(params, overwritten)
-  return grads, loss, metrics, {**mutables, **overwritten}
+  (loss, (metrics, updated)), (grads, overwritten) = grad_fn(params, overwritten)
+  new_mutables = {**updated, **overwritten}
+  return (
+    grads,
+    loss,
+    metrics,
+    freeze(new_mutables) if isinstance(mutables, FrozenDict) else new_mutables,
+  )
 
 
 def eval_step(state: State, batch: Batch, *, eval_fn: LossFn) -> Metrics:

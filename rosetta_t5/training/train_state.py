@@ -193,7 +193,7 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
       "optimizer_def": optimizer.optimizer_def,
     }
   for name in ("params", "flax_mutables"):
-    # The step, a user, or a user's optimizer may give a plain dict.
+    # A user, or a user's optimizer, may give a plain dict.
     if isinstance(changes.get(name), dict) and isinstance(getattr(state, name), FrozenDict):
       changes[name] = freeze(changes[name])
   return _replace_fields(state, **changes)

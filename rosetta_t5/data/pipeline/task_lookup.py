@@ -217,7 +217,8 @@ def naming_data(cfg: DatasetConfig | None) -> Iterator[None]:
     with unwrap_reader_errors():
       yield
   except Exception as error:
-    if type(error).__name__ not in _FILE_ERRORS:
+    is_damaged = "Could not parse example" in str(error)  # a record of a TFRecord file
+    if type(error).__name__ not in _FILE_ERRORS and not is_damaged:
       raise
     reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
     data = f"the data of the task '{cfg.name}'" if cfg else "the data"
