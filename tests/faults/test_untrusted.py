@@ -41,7 +41,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
       "model.json names a function that is not listed",
       f"{SENT}rm run/checksums.json; sed -i 's/t5x.models.EncoderDecoderModel/os.system/' run/model.json; "
       "$EVAL; never_ran",
-      r"model.json: 'os.system' is not a function or class that this file may name.*nothing ran",
+      r"model.json: model: 'os.system' is not a function or class that this file may name.*nothing ran",
       2,
     ),
     Fault(
