@@ -14,6 +14,8 @@ from typing import Any
 
 from rosetta_t5.terminal import finish_output
 
+# Where the modules of this distribution are: code in other modules is the user's, or a library's.
+OWN_PACKAGES = ("rosetta_t5.", "t5x.")
 DEBUG_VARIABLE = "ROSETTA_T5_DEBUG"
 # Gin appends this to every error of a configured function, once for each function on the stack.
 _GIN_CALL_NOTE = re.compile(r"\n  In call to configurable '[^']*' \(.*\)(?: in scope '[^']*')?")
@@ -149,11 +151,11 @@ def _inside_gins_copy(error: Exception) -> Exception:
 
 def _is_ours(error: Exception) -> bool:
   """Returns whether this package, or SeqIO, which checks users' tasks, raised the error for a user."""
-  if type(error).__module__.startswith("rosetta_t5."):
+  if type(error).__module__.startswith(OWN_PACKAGES):
     return True
   *_, (innermost_frame, _) = traceback.walk_tb(error.__traceback__)
   raised_in = innermost_frame.f_globals.get("__name__", "")
-  return isinstance(error, ValueError) and raised_in.startswith(("rosetta_t5.", "seqio."))
+  return isinstance(error, ValueError) and raised_in.startswith((*OWN_PACKAGES, "seqio."))
 
 
 def _message(error: Exception) -> str:

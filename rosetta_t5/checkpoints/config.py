@@ -18,6 +18,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.folder import local_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.user_errors import OWN_PACKAGES
 
 _ManagerClass = Callable[..., OrbaxCheckpointManagerInterface]
 _MODES = ("latest", "all", "specific")
@@ -213,17 +214,12 @@ def create_orbax_checkpoint_manager(
   saver: Any = save.checkpointer_cls and save.checkpointer_cls(
     **state, checkpoints_dir=os.fspath(directory)
   )
-  options: dict[str, Any] = {}
-  if save_cfg is not None:
-    names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
-    options = {"save_dtype": save.dtype, **{name: getattr(save, name) for name in names}}
-    options |= saver.manager_options() if isinstance(saver, SetsManagerOptions) else {}
   manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
     restore_dtype=load.dtype,
-    **options,
+    **(_saving_options(save_cfg, saver) if save_cfg else {}),
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.state_transformation_fns = tuple(save.state_transformation_fns)
@@ -238,7 +234,17 @@ def create_orbax_checkpoint_manager(
   return manager
 
 
+def _saving_options(cfg: SaveCheckpointConfig, saver: Any) -> dict[str, Any]:
+  """Returns the arguments of the manager's class that say what is saved and kept."""
+  names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
+  options: dict[str, Any] = {
+    "save_dtype": cfg.dtype,
+    **{name: getattr(cfg, name) for name in names},
+  }
+  return {**options, **(saver.manager_options() if isinstance(saver, SetsManagerOptions) else {})}
+
+
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
   """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
   method = getattr(checkpointer, name, None)
-  return None if method is None or method.__module__.startswith("rosetta_t5.") else method
+  return None if method is None or method.__module__.startswith(OWN_PACKAGES) else method

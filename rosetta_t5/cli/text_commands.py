@@ -151,7 +151,6 @@ def _infer_rows(
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.text_examples import default_preprocessors
-  from rosetta_t5.data.vocabularies.lost_text import describe_unknown
   from rosetta_t5.inference.infer_fn import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
   from rosetta_t5.models.batch_metrics import LEFT_BEHIND
@@ -195,20 +194,26 @@ def _infer_rows(
       (_, output), score, fraction = next(computed)
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
-  if num_empty:
-    note = f"note: an empty line has an empty prediction ({num_empty} in all)"
-    print(note, file=sys.stderr)
-  if unknown:
-    note = "note: the vocabulary has no piece for these characters of the inputs"
-    print(f"{note}: {describe_unknown(unknown)}", file=sys.stderr)
-  for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
+  notes = _notes_on_rows(num_empty, unknown, truncated, lengths)
+  for note in [*notes, *notes_on_tokens_left_behind({LEFT_BEHIND: left_behind})]:
     print(f"note: {note}", file=sys.stderr)
+
+
+def _notes_on_rows(
+  num_empty: int, unknown: Counter[str], truncated: Counter[str], lengths: Mapping[str, int]
+) -> Iterator[str]:
+  """Yields what a user should know about the rows that were read."""
+  from rosetta_t5.data.vocabularies.lost_text import describe_unknown
+
+  if num_empty:
+    yield f"an empty line has an empty prediction ({num_empty} in all)"
+  if unknown:
+    yield f"the vocabulary has no piece for these characters of the inputs: {describe_unknown(unknown)}"
   for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
     if truncated[feature]:
-      print(
-        f"note: {truncated[feature]} {feature} had more than {lengths[feature]} tokens and were truncated: "
-        f"set a larger {option}",
-        file=sys.stderr,
+      yield (
+        f"{truncated[feature]} {feature} had more than {lengths[feature]} tokens and were truncated: set "
+        f"a larger {option}"
       )
 
 

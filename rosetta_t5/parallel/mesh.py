@@ -164,18 +164,35 @@ def mesh_config(
     ValueError: no mesh is defined, or several are, or a setting is impossible.
   """
   submesh, ici, dcn = model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
-  is_count = isinstance(num_partitions, numbers.Integral) and num_partitions > 0
-  if num_partitions is not None and not is_count:
-    raise ValueError(
-      "PjitPartitioner.num_partitions, the number of devices that share one copy of the model, must "
-      f"be a positive integer, got {num_partitions!r}"
-    )
   for name, value, needed, is_set in (
     ("dcn_mesh_shape", dcn, "ici_mesh_shape", ici),
     ("mesh_order", tuple(mesh_order), "mesh", mesh),
   ):
     if value and not is_set:
       raise ValueError(f"PjitPartitioner.{name} = {value} requires {needed}: set both, or neither")
+  _check_one_mesh(num_partitions, submesh, ici, mesh)
+  if mesh:
+    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
+  if ici:
+    return _hybrid_config(tuple(ici), None if dcn is None else tuple(dcn))
+  size = math.prod(submesh) if submesh else num_partitions
+  setting = f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
+  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size or 1}, setting)
+
+
+def _check_one_mesh(
+  num_partitions: int | None,
+  submesh: Shape | None,
+  ici: Shape | None,
+  mesh: Mapping[str, int] | None,
+) -> None:
+  """Raises ValueError unless exactly one of these settings defines the mesh."""
+  is_count = isinstance(num_partitions, numbers.Integral) and num_partitions > 0
+  if num_partitions is not None and not is_count:
+    raise ValueError(
+      "PjitPartitioner.num_partitions, the number of devices that share one copy of the model, must "
+      f"be a positive integer, got {num_partitions!r}"
+    )
   if not (num_partitions or submesh or ici or mesh):
     raise ValueError(
       "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "
@@ -190,13 +207,6 @@ def mesh_config(
       f"model_parallel_submesh = {submesh}, ici_mesh_shape = {ici}, mesh = {mesh}: set one of them, and "
       "the others to None"
     )
-  if mesh:
-    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
-  if ici:
-    return _hybrid_config(tuple(ici), None if dcn is None else tuple(dcn))
-  size = math.prod(submesh) if submesh else num_partitions
-  setting = f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
-  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size or 1}, setting)
 
 
 def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
@@ -210,14 +220,8 @@ def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
   return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, (ici, dcn) if dcn else None)
 
 
-def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str, int]:
-  """Returns the sizes of the mesh axes, outermost first; the axis of `tensor` is called `model`.
-
-  Args:
-    counts: the size of each axis by name. One of them may be -1, which means all remaining devices; so
-      is `data` by default. The others are 1 by default, and the `OPTIONAL_AXES` do not exist.
-    order: the names of the outermost axes.
-  """
+def _check_counts(counts: Mapping[str, int]) -> None:
+  """Raises ValueError for an unknown axis, an impossible size, or several open sizes."""
   for name, size in counts.items():
     if name not in _COUNTED:
       meant = _ALSO_CALLED.get(str(name).lower(), str(name))
@@ -232,6 +236,17 @@ def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str,
       )
   if list(counts.values()).count(-1) > 1:
     raise ValueError(f"PjitPartitioner.mesh = {dict(counts)}: only one axis may be -1")
+
+
+def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str, int]:
+  """Returns the sizes of the mesh axes, outermost first; the axis of `tensor` is called `model`.
+
+  Args:
+    counts: the size of each axis by name. One of them may be -1, which means all remaining devices; so
+      is `data` by default. The others are 1 by default, and the `OPTIONAL_AXES` do not exist.
+    order: the names of the outermost axes.
+  """
+  _check_counts(counts)
   if not set(order) <= set(_COUNTED) or len(set(order)) < len(order):
     raise ValueError(
       f"PjitPartitioner.mesh_order must be different axes among {', '.join(_COUNTED)}, got {tuple(order)}"

@@ -8,9 +8,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh, PartitionSpec
 from tiny_models import Bigram, make_model
 
+from rosetta_t5.user_errors import exit_on_user_error
 from t5x import checkpoints, partitioning, utils
 
 
@@ -45,6 +47,25 @@ def test_a_checkpointer_with_a_restore_of_its_own_restores(tmp_path):
   table = np.asarray(state.params["table"])
   np.testing.assert_array_equal(restored(checkpoints.SaveBestCheckpointer), table)
   np.testing.assert_array_equal(restored(Tenfold), 10 * table)
+
+
+def test_the_methods_of_t5xs_own_checkpointer_do_not_count_as_a_users(tmp_path):
+  initializer = make_initializer()
+  manager = utils.create_orbax_checkpoint_manager(
+    save_cfg=utils.SaveCheckpointConfig(checkpointer_cls=checkpoints.Checkpointer),
+    restore_cfg=utils.RestoreCheckpointConfig(path=None, checkpointer_cls=checkpoints.Checkpointer),
+    train_state=initializer.global_train_state_shape,
+    partitioner=partitioning.PjitPartitioner(num_partitions=1),
+    model_dir=str(tmp_path),
+  )
+  assert (manager.user_save, manager.user_restore) == (None, None)
+
+
+def test_an_error_of_t5xs_modules_about_the_users_input_has_no_traceback(capsys):
+  with pytest.raises(SystemExit) as ended, exit_on_user_error():
+    partitioning.get_mesh((3, 1, 1, 1), input_devices=jax.devices())
+  assert ended.value.code == 1
+  assert "error: get_mesh needs a multiple of 3 devices" in capsys.readouterr().err
 
 
 def test_a_partitioner_may_use_pjit_with_partition_specs():

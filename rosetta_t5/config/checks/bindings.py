@@ -23,7 +23,7 @@ from rosetta_t5.config.language.statements import (
   leaves,
 )
 from rosetta_t5.config.t5x_surface import RETIRED_ARGUMENTS
-from rosetta_t5.user_errors import ConfigError, did_you_mean
+from rosetta_t5.user_errors import OWN_PACKAGES, ConfigError, did_you_mean
 
 # Example values, for messages, of the macros that T5X's recipes leave open.
 EXAMPLES = {
@@ -115,7 +115,7 @@ def _how_to_set(name: str) -> str:
 def _required_arguments(configurable: Configurable) -> list[str]:
   """Returns the arguments without a default; none if a user's decorator may provide some of them."""
   function = configurable.wrapped
-  if hasattr(function, "__wrapped__") and not function.__module__.startswith("rosetta_t5."):
+  if hasattr(function, "__wrapped__") and not function.__module__.startswith(OWN_PACKAGES):
     return []
   return [name for name in parameters(configurable) if name not in defaults(configurable)]
 

@@ -15,6 +15,7 @@ from gin.config import Configurable, ConfigurableReference
 
 from rosetta_t5.argument_types import Condition
 from rosetta_t5.config.language.names import parameters
+from rosetta_t5.user_errors import OWN_PACKAGES
 
 # What an argument of a plain type accepts: in words, and which of gin's values. T5X's scripts write 0
 # and 1 for False and True, and a whole number is a number.
@@ -195,7 +196,7 @@ def _accepts_reference(reference: ConfigurableReference, member: Any) -> bool:
   if not isinstance(built, type):
     return True
   both = (built, base)
-  if all(isinstance(c, type) and c.__module__.startswith("rosetta_t5.") for c in both):
+  if all(isinstance(c, type) and c.__module__.startswith(OWN_PACKAGES) for c in both):
     return issubclass(built, base)
   is_called = any("__call__" in vars(each) for each in built.__mro__)
   return base not in _PLAIN and (is_called or not _is_function(base))

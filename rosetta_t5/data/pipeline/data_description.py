@@ -29,6 +29,7 @@ from rosetta_t5.data.reading.files import compare_files, describe_files
 from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.lost_text import count_unknown, describe_unknown
 from rosetta_t5.distributed.coordination import check_same
+from rosetta_t5.user_errors import OWN_PACKAGES
 
 Description = dict[str, Any]
 
@@ -250,7 +251,7 @@ def check_examples(
   Raises:
     ValueError: most targets would lose their end; or see `first_examples`.
   """
-  is_ours = str(inspect.unwrap(get_dataset_fn).__module__).startswith("rosetta_t5.")
+  is_ours = str(inspect.unwrap(get_dataset_fn).__module__).startswith(OWN_PACKAGES)
   if is_ours and isinstance(cfg.mixture_or_task_name, PreparedTask):
     return functools.partial(cfg.mixture_or_task_name.describe, cfg)
   found = first_examples(cfg) if is_ours else []
