@@ -128,13 +128,13 @@ FAULTS = [
   Fault(
     "the batches of a position are truncated to half",
     f"truncate_to_half {_POSITION}.feed; {_MORE}",
-    expected=r"train_ds\S+\.feed has changed since it was saved.*steps     2 to 6",
+    expected=r"train_ds\S+\.feed is damaged: it has \d+ bytes.*steps     2 to 6",
     status=0,
   ),
   Fault(
     "a byte of the data's position is flipped",
     f"flip {_POSITION}.data-00000-of-00001; {_MORE}",
-    expected=r"train_ds\S+\.data-00000-of-00001 has changed since it was saved.*steps     2 to 6",
+    expected=r"train_ds\S+\.data-00000-of-00001 is damaged: it has changed.*steps     2 to 6",
     status=0,
   ),
   Fault(

@@ -125,12 +125,6 @@ FAULTS = [
     )
   ],
   Fault(
-    "a batch of 10^14 examples",
-    f"{NEW}$TRAIN --gin.BATCH_SIZE=100000000000000",
-    "A batch of 100,000,000,000,000 examples .* takes .* GB, but this machine has",
-    keeps=False,
-  ),
-  Fault(
     "a model of 10^12 parameters",
     f"{NEW}$TRAIN --gin.network.T5Config.emb_dim=1000000000",
     "out of memory: the train state needs .* TB on each device",
@@ -209,7 +203,7 @@ import pyarrow, pyarrow.parquet
 rows = {'question': [b'1 and %d' % i for i in range(50)] + [bytes([255])] * 9, 'answer': ['1'] * 59}
 pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab train \\
       --input r.parquet --text question --size 20 --out v.model; rosetta-t5 vocab show v.model '1 and 2'""",
-    "line 51: question contains bytes that are not text in UTF-8.*1 and 2",
+    "line 51: question contains a NUL character or is not text in UTF-8.*1 and 2",
     status=0,
     unexpected="Traceback|\u2047",
     keeps=False,
@@ -234,24 +228,6 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
     r"run-log.jsonl: \d+ line.*left out",
     status=0,
   ),
-  Fault(
-    "a pipe and a device have the names of event files",
-    "mkfifo run/train/tfevents.1; ln -s /dev/zero run/train/tfevents.2; rosetta-t5 report run --out r",
-    "r  2",
-    status=0,
-  ),
-  Fault(
-    "the report's name is a link, and then a pipe",
-    "ln -s page.html link; mkfifo pipe; rosetta-t5 report run --out link; head -1 pipe > from_pipe &"
-    "rosetta-t5 report run --out pipe; wait; cat from_pipe; test -L link -a -p pipe && head -1 page.html",
-    "DOCTYPE html>\n.*DOCTYPE html>\n",
-    status=0,
-  ),
-  Fault(
-    "the report's name is a pipe that nobody reads",
-    "mkfifo pipe; rosetta-t5 report run --out pipe; test -p pipe && exit 1",
-    "--out pipe cannot be written: No such device or address",
-  ),
   *[
     Fault(
       f"the output of {command} is a file of data",
@@ -261,7 +237,9 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
     )
     for command in ("report run", "vocab train --input rows.jsonl --text question --size 60")
   ],
-  Fault("the report's name is a folder", "rosetta-t5 report run --out run", "is a folder", 2),
+  Fault(
+    "the report's name is a folder", "rosetta-t5 report run --out run", "run: Is a directory", 1
+  ),
   Fault(
     "a port that does not exist", "rosetta-t5 report run --follow --port 80000", "--port 80000", 2
   ),
