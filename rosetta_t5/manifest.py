@@ -21,6 +21,7 @@ from rosetta_t5.files import expect_content, read_json_object, write_atomically
 NAME = "checksums.json"
 _BLOCK_BYTES = 1 << 20
 _THREADS = 8
+_ADVICE = f"If you changed it, remove {NAME} beside it"
 
 
 class DamagedFileError(ValueError):
@@ -109,11 +110,11 @@ def _describe(path: epath.Path) -> dict[str, Any]:
 
 def _verify_file(path: epath.Path, expected: Any) -> None:
   if not path.is_file():
-    raise DamagedFileError(f"{path} is missing: {NAME} beside it names it")
+    raise DamagedFileError(f"{path} is missing. If you removed it, remove {NAME} beside it")
   found = path.stat().length
   if found != expected.get("bytes"):
     raise DamagedFileError(
-      f"{path} is damaged: it has {found} bytes instead of {expected.get('bytes')}"
+      f"{path} is damaged: it has {found} bytes instead of {expected.get('bytes')}. {_ADVICE}"
     )
   if hash_file(path) != expected.get("xxh3_64"):
-    raise DamagedFileError(f"{path} is damaged: it has changed since it was written ({NAME})")
+    raise DamagedFileError(f"{path} is damaged: it has changed since it was written. {_ADVICE}")

@@ -107,7 +107,7 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
   try:
     manifest.verify(file.parent, lambda name: name == file.name)
   except manifest.DamagedFileError as error:
-    raise ConfigError(f"{error}. If you edited it, remove {manifest.NAME} beside it") from error
+    raise ConfigError(str(error)) from error
   missing = {"model", "partitioner", _LENGTHS} - content.keys()
   if missing and _OTHERS not in content:
     raise ConfigError(f"{file} must describe {' and '.join(sorted(missing))}")

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from fault import Fault, fault_table
 
-# A folder for Transformers, of which an entry of config.json is changed.
-_HF = "rosetta-t5 convert run hf --to hf > log.txt || cat log.txt; "
+# A folder for Transformers, with its manifest and, as from another program, without.
+_WITH_MANIFEST = "rosetta-t5 convert run hf --to hf > log.txt || cat log.txt; "
+_HF = _WITH_MANIFEST + "rm hf/checksums.json; "
+# An entry of its config.json is changed.
 _CONFIG = _HF + "sed -i 's/\\(\"{}\": \\).*,$/\\1{},/' hf/config.json; "
 _CONVERT = "rosetta-t5 convert hf new --to t5x; code=$?; test ! -e new && exit $code"
 _VERIFY = "rosetta-t5 ckpt verify hf"
@@ -55,13 +57,13 @@ FAULTS = [
   ),
   Fault(
     "a byte of a converted folder's weights is flipped, and the folder is converted back",
-    _HF + _FLIP_A_WEIGHT + _CONVERT,
-    expected=r"has changed since it was saved",
+    _WITH_MANIFEST + _FLIP_A_WEIGHT + _CONVERT,
+    expected=r"model.safetensors is damaged: it has changed since it was written. If you changed it, remove",
   ),
   Fault(
     "a byte of a converted folder's weights is flipped, and a run starts from it",
-    _HF + _FLIP_A_WEIGHT + _FROM_HF,
-    expected=r"has changed since it was saved",
+    _WITH_MANIFEST + _FLIP_A_WEIGHT + _FROM_HF,
+    expected=r"model.safetensors is damaged: it has changed since it was written",
   ),
   Fault(
     "an index names a file outside its folder",
@@ -84,7 +86,7 @@ FAULTS = [
   ),
   Fault(
     "a zarr array claims terabytes",
-    "rosetta-t5 convert run old --to t5x-legacy > log.txt || cat log.txt; "
+    "rosetta-t5 convert run old --to t5x-legacy > log.txt || cat log.txt; rm old/*/checksums.json; "
     'sed -i \'s/"shape":\\[384/"shape":[100000000000/\' old/*/target.token_embedder.*/.zarray; '
     "rosetta-t5 convert old new --to hf",
     expected=r"the shape \(100000000000, 16\) of target/token_embedder/embedding means 6,400 GB",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -67,8 +66,8 @@ FAULTS = [
   ),
   Fault(
     "the reader of an evaluation's output has ended",
-    "$EVAL > >(true) && ls run/inference_eval*",
-    expected="jsonl",
+    "$EVAL > >(true) && ls run/eval",
+    expected="validation",
     status=0,
   ),
   Fault(
@@ -169,26 +168,6 @@ FAULTS = [
     unexpected="Traceback|BrokenPipe|Exception",
     status=0,
   ),
-  *[
-    Fault(f"the environment: {variables}", f"{variables} {sys.executable} -m {command}", expected)
-    for variables, command, expected in (
-      (
-        "JAX_PLATFORMS=cuda CUDA_VISIBLE_DEVICES=",
-        "t5x.train --gin_file=tiny.gin",
-        "error: JAX finds no device of JAX_PLATFORMS=cuda .unset it to use others",
-      ),
-      (
-        "JAX_NUM_CPU_DEVICES=few",
-        "t5x.eval --help",
-        'the package jax cannot be imported: ValueError: Invalid value "few" for JAX flag',
-      ),
-      (
-        "PYTHONOPTIMIZE=2 PYTHONDONTWRITEBYTECODE=1",
-        "t5x.train --gin_file=tiny.gin",
-        "the package seqio cannot be imported .PYTHONOPTIMIZE=2 removes docstrings: unset it.",
-      ),
-    )
-  ],
   Fault(
     "the clock was set back, and all files are from the future",
     "find run -exec touch -d 2040-01-01 {} +; $TRAIN --gin.TRAIN_STEPS=6",
@@ -237,13 +216,7 @@ FAULTS = [
   Fault(
     "the disk of the text to infer fails",
     "$INFER --input /proc/self/mem",
-    expected="error: a file: Input/output error",
-  ),
-  Fault(
-    "the disk of a checkpoint fails in an evaluation",
-    "ln -sf /proc/self/mem run/checkpoint_4/state/_METADATA; $EVAL",
-    expected="checkpoint_4 cannot be opened on this machine: .*Input/output error",
-    keeps=False,  # The checkpoint cannot be compared either.
+    expected="error: Input/output error",
   ),
   Fault(
     "the gin file and the text to infer are pipes",
