@@ -133,15 +133,6 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "MODEL_DIR is replaced by a link to it during a run",
-    "(until test -e run/checkpoint_8; do sleep 0.1; done; mv run moved; ln -s moved run) &"
-    "$TRAIN --gin.TRAIN_STEPS=40 --gin.train_script.train.stats_period=10;"
-    "status=$?; test -e moved/checkpoint_40 && exit $status",
-    expected="done +step 40",
-    status=0,
-    keeps=False,
-  ),
-  Fault(
     "two runs start at the same time",
     "rm -r run; $TRAIN > 1.txt 2>&1 & $TRAIN > 2.txt 2>&1; status=$?; wait; cat ?.txt; "
     "test -e run/checkpoint_4 && exit 1",
