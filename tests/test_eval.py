@@ -172,13 +172,15 @@ def test_predictions_are_written_although_a_metric_fails(model_dir, tmp_path):
   text = (
     r"^Failed to evaluate task pairs_with_a_broken_metric: KeyError: 'no_such_field' \(.*test_eval.py, line "
     r"\d+, in broken\). The model's outputs are saved in "
-    r".*/out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl. Correct the task's metric_fns"
+    r".*/out/inference_eval/pairs_with_a_broken_metric-3.without_metrics.jsonl. Correct the task's metric_fns"
   )
   names = {"dataset": {"mixture_or_task_name": "pairs_with_a_broken_metric"}}
   with pytest.raises(MetricError, match=text):
     run(str(model_dir / "checkpoint_3"), tmp_path / "out", **names)
   import_seqio().TaskRegistry.remove("pairs_with_a_broken_metric")
-  kept = (tmp_path / "out/inference_eval/pairs_with_a_broken_metric-3.unjudged.jsonl").read_text()
+  kept = (
+    tmp_path / "out/inference_eval/pairs_with_a_broken_metric-3.without_metrics.jsonl"
+  ).read_text()
   outputs = [json.loads(line)["output"] for line in kept.splitlines()]
   assert [type(output) for output in outputs] == [str] * len(PAIRS) + [float] * len(PAIRS)
 

@@ -1,4 +1,4 @@
-"""Evaluates a model by inference: it predicts or scores a task's examples, which the task judges."""
+"""Evaluates a model by inference: it predicts or scores examples, of which the metrics of their task are computed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class InferenceEvaluator:
 
     Returns:
       A future of {task: {metric: value}}, or of None on processes other than the first. If a metric
-      fails, the future raises MetricError, and the model's outputs are in TASK-STEP.unjudged.jsonl.
+      fails, the future raises MetricError, and the model's outputs are in TASK-STEP.without_metrics.jsonl.
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
@@ -176,7 +176,7 @@ class InferenceEvaluator:
     files = []
     vocabularies = {t.name: t.output_features["targets"].vocabulary for t in self.eval_tasks}
     for task, kinds in outputs.items():
-      files.append(os.fspath(self._folder / f"{task}-{step}.unjudged.jsonl"))
+      files.append(os.fspath(self._folder / f"{task}-{step}.without_metrics.jsonl"))
       with epath.Path(files[-1]).open("w") as file:
         for output in kinds.values():
           for row in _without_aux(output):

@@ -132,7 +132,7 @@ def task_on_rows(
 
   Args:
     files: the files.
-    like: a task or None. If it is a `file_task`, the rows are read with its columns and judged with its metrics.
+    like: a task or None. If it is a `file_task`, the rows are read with its columns and evaluated with its metrics.
     vocabulary: the model's vocabulary.
     inputs: the column of the inputs or a template; None for that of `like`, or the column "inputs".
     targets: the same of the targets.
