@@ -332,10 +332,8 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
       model_dir: the folder of checkpoints to save into.
     """
     shared: dict[str, Any] = {"train_state": train_state_shape, "partitioner": partitioner}
-    self._saver: Any = None
-    self._restorer: Any = None
     if save_cfg is not None:
-      self._saver = (save_cfg.checkpointer_cls or Checkpointer)(
+      self._saver: Any = (save_cfg.checkpointer_cls or Checkpointer)(
         **shared,
         checkpoints_dir=model_dir or "",
         dataset_iterator=ds_iter if save_cfg.save_dataset else None,
@@ -344,7 +342,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
         keep_dataset_checkpoints=save_cfg.keep_dataset_checkpoints,
       )
     if restore_cfg is not None:
-      self._restorer = (restore_cfg.checkpointer_cls or Checkpointer)(
+      self._restorer: Any = (restore_cfg.checkpointer_cls or Checkpointer)(
         **shared,
         checkpoints_dir="",
         dataset_iterator=ds_iter if restore_cfg.restore_dataset else None,
