@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import signal
+import sys
 from collections.abc import Iterator
 
 import forked_python
@@ -71,6 +72,17 @@ def shape_checks(request: pytest.FixtureRequest) -> None:
   """Checks annotated shapes at every call in the tests of the packages that have them."""
   folder = request.path.relative_to(_TESTS).parts[0]
   jaxtyping.config.update("jaxtyping_disable", folder not in _SHAPES_ARE_CHECKED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_methods_in_gin() -> None:
+  """Unregisters the methods of which earlier tests have set arguments: gin then refuses subclasses."""
+  if "gin" in sys.modules:
+    from rosetta_t5.config.language import gin_internals
+
+    for configurable in gin_internals.registered_configurables():
+      if configurable.is_method:
+        gin_internals.unregister(configurable.wrapped)
 
 
 @pytest.fixture
