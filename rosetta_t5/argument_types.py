@@ -1,6 +1,6 @@
 """Types of arguments that have a range, such as `Positive`, and the error for unknown names.
 
-`config.checks` refuses values outside the range.
+`config.value_checks` refuses values outside the range.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints, config, data, terminal
-from rosetta_t5.config.checks.bindings import unused_bindings
+from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.config.language.allow_list import limited_to_list
-from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file

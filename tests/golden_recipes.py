@@ -19,10 +19,9 @@ import gin
 import jax
 from gin.config import ConfigurableReference
 
-from rosetta_t5.config.checks.bindings import EXAMPLES
-from rosetta_t5.config.language.binding import bind
+from rosetta_t5.config.binding_checks import EXAMPLES
+from rosetta_t5.config.language.binding import bind, bound_arguments
 from rosetta_t5.config.language.gin_internals import all_bindings
-from rosetta_t5.config.language.names import bound_arguments
 from rosetta_t5.config.language.statements import Macro, read_program
 from rosetta_t5.config.t5x_surface import RECIPES
 from rosetta_t5.data.tensorflow_import import import_seqio

@@ -11,7 +11,7 @@ import pytest
 from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, SaveCheckpointConfig, all_steps
-from rosetta_t5.config.checks.bindings import check_required
+from rosetta_t5.config.binding_checks import check_required
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.data.pipeline.text_examples import (
   default_preprocessors,

@@ -10,9 +10,8 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.checks.bindings import (
+from rosetta_t5.config.binding_checks import (
   check_arguments,
-  check_calls,
   check_cycles,
   check_macros,
   check_required,
@@ -20,11 +19,9 @@ from rosetta_t5.config.checks.bindings import (
   missing_run_text,
   unused_bindings,
 )
-from rosetta_t5.config.checks.values import check_values, unchecked_arguments
 from rosetta_t5.config.command_line import CommandLine
-from rosetta_t5.config.language.binding import bind
+from rosetta_t5.config.language.binding import bind, bound_arguments, defaults
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
-from rosetta_t5.config.language.names import bound_arguments, defaults
 from rosetta_t5.config.language.statements import (
   COMMAND_LINE,
   Binding,
@@ -33,6 +30,7 @@ from rosetta_t5.config.language.statements import (
   read_program,
 )
 from rosetta_t5.config.t5x_surface import is_recipe
+from rosetta_t5.config.value_checks import check_values
 from rosetta_t5.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
 
 
@@ -98,7 +96,7 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
   """
   all_bound = not problems.messages
   check_cycles(program)
-  for check in (check_spelling, check_macros, check_calls):
+  for check in (check_spelling, check_macros):
     with problems.collect():
       check(program)
   check_values(program, problems)
@@ -122,7 +120,7 @@ class ResolvedRun:
     program: the gin files and the bindings of the command line.
     problems: all that is wrong. Later checks add to it.
     unused: the bindings that nothing reads.
-    unchecked: what could not be checked. Later checks add to it.
+    unchecked: what could not be checked. Other checks add to it.
     devices: the number of devices that the run will have, if the command line specifies it.
     arguments: the arguments of the run that could be built.
     settings: for each argument that is a function or class to be called later, the arguments that gin
@@ -133,7 +131,7 @@ class ResolvedRun:
   program: Program
   problems: Problems
   unused: list[Binding]
-  unchecked: list[str]
+  unchecked: list[str] = dataclasses.field(default_factory=list)
   devices: int | None = None
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
   settings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -188,7 +186,7 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
   program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
-    check_required(program, str(problems))
+    check_required(program)
   binding_problems = bind(program, function)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
@@ -198,7 +196,6 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     program=program,
     problems=problems,
     unused=_unused(program, function) if function and not problems.messages else [],
-    unchecked=[] if problems.messages else unchecked_arguments(),
     devices=command.devices,
   )
   if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):

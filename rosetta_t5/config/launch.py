@@ -12,7 +12,7 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.checks.bindings import check_required
+from rosetta_t5.config.binding_checks import check_required
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.configuration import ResolvedRun, Rows, configure, dry_run
 from rosetta_t5.config.language.binding import bind
@@ -118,7 +118,7 @@ def runs_bound_by(program: Program) -> list[str]:
   """Returns the runs whose arguments a program binds through an import of `__main__`, in order."""
   aliases = {"__main__", "export_lib"}  # T5X's gin files bind the export by its module
   names = []
-  for statement in program.statements():
+  for statement in program.statements:
     if isinstance(statement, Import) and statement.gin_statement.module == "__main__":
       aliases.add(statement.gin_statement.bound_name())
     elif isinstance(statement, Binding):

@@ -30,7 +30,7 @@ from gin.config import ConfigurableReference
 
 from rosetta_t5 import manifest
 from rosetta_t5.config.language import allow_list, gin_internals
-from rosetta_t5.config.language.names import bound_arguments, defaults
+from rosetta_t5.config.language.binding import bound_arguments, defaults
 from rosetta_t5.config.language.statements import leaves
 from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
 from rosetta_t5.files import read_json_object, write_atomically

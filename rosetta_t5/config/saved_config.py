@@ -12,8 +12,8 @@ import jax
 
 from rosetta_t5 import terminal
 from rosetta_t5.config.language import gin_internals, statements
+from rosetta_t5.config.language.binding import defaults
 from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
-from rosetta_t5.config.language.names import defaults
 from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.files import write_atomically
 from rosetta_t5.user_errors import ConfigError

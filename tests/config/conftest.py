@@ -10,7 +10,7 @@ from typing import Any
 import gin
 import pytest
 
-from rosetta_t5.config.checks.bindings import check_required
+from rosetta_t5.config.binding_checks import check_required
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.t5x_surface import RUN_FUNCTION_MODULES

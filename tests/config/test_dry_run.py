@@ -152,12 +152,6 @@ def test_one_mistake_in_several_arguments_is_one_problem(check, write, monkeypat
   assert output.count("FILES = 'pears'") == 1
 
 
-def test_a_value_that_cannot_be_parsed_is_not_missing_too(check):
-  _, output = check(RUN + "FOLDER = %gin.REQUIRED\n", "--gin.FOLDER=runs/m")
-  assert "a string needs quotes" in output
-  assert "problems" not in output
-
-
 def test_the_resolved_run_is_described(check):
   seen = []
 
@@ -182,21 +176,11 @@ def test_functions_passed_on_uncalled_are_described_by_their_settings(check):
   assert seen[0].settings["model"] == {"width": 8, "optimizer": None, "dropout_rate": 0.1}
 
 
-def test_values_of_arguments_without_a_declared_type_are_listed_as_not_checked(check):
-  text = RUN + "train_script.train.dataset_cfg = @toy.DatasetConfig()\n"
-  status, output = check(text + "toy.DatasetConfig.lengths = {'inputs': 'x'}\n")
-  assert status == 0
-  assert output == (
-    "1 value is not checked:\n  DatasetConfig.lengths\n\nThe configuration is valid as far as it was checked.\n"
-  )
-
-
 def test_values_of_an_argument_whose_annotation_is_not_a_type_are_not_checked(check, monkeypatch):
   import toy
 
   monkeypatch.setitem(toy.Model.__init__.__annotations__, "dropout_rate", [0.1, 0.2])
-  status, output = check(RUN + "toy.Model.dropout_rate = 0.2\n")
-  assert (status, output.splitlines()[1]) == (0, "  Model.dropout_rate")
+  assert check(RUN + "toy.Model.dropout_rate = 'high'\n")[0] == 0
 
 
 def test_all_values_of_a_wrong_type_are_reported_at_once(check):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import re
-import threading
 
 import pytest
 
@@ -132,9 +130,8 @@ def test_a_misspelt_class_gets_a_suggestion(run):
 
 
 def test_a_name_without_an_import_gets_a_suggestion(run):
-  _fails(
-    run, "imports nothing called 'toyy'. Did you mean toy?", text=GOOD + "toyy.Model.width = 1"
-  )
+  text = GOOD + "toyy.Model.width = 1"
+  _fails(run, "nothing is called 'toyy.Model'. Did you mean toy?", text=text)
   _fails(run, "Import it: from … import utils", text=GOOD + "utils.Model.width = 1")
 
 
@@ -237,25 +234,6 @@ def test_a_learning_rate_that_the_trainers_replaces_is_refused(run):
   bindings = ("optax.adamw.learning_rate = 0.1",)
   _fails(run, refused, "run.gin, line 7", "write @optax.adamw()", text=text, bindings=bindings)
   run(text.replace("adamw, ", "adamw(), "), *bindings)
-
-
-@pytest.mark.parametrize(
-  ("argument", "value", "expected"),
-  [
-    ("schedule_free_adamw.b1", 0.0, "greater than 0 and less than 1, got 0.0"),
-    ("adamw.b1", [0.9], "of at least 0 and less than 1, got [0.9]"),
-  ],
-)
-def test_the_rates_of_optax_are_checked(run, argument, value, expected):
-  module = "optax" if argument == "adamw.b1" else "contrib"
-  text = f"{OPTIMIZER}{GOOD}{module}.{argument} = {value}"
-  _fails(run, f"{argument} must be a number {expected}", text=text)
-
-
-def test_an_object_may_be_given_for_a_function_if_its_class_can_be_called(run):
-  text = f"{GOOD}from t5x import trainer\ntrainer.Trainer.learning_rate_fn = "
-  run(f"{text}@toy.Schedule()")
-  _fails(run, "learning_rate_fn must be a function or class", text=f"{text}@toy.Model()")
 
 
 def test_a_tuple_of_another_length_is_refused_with_its_length(run):
@@ -361,13 +339,6 @@ def test_a_file_that_a_run_cannot_read_is_an_error_without_a_traceback(
   assert message in capsys.readouterr().err
 
 
-def test_a_gin_file_can_be_a_pipe(tmp_path):
-  os.mkfifo(tmp_path / "pipe.gin")
-  threading.Thread(target=(tmp_path / "pipe.gin").write_text, args=("WIDTH = 3\n",)).start()
-  program = read_program([str(tmp_path / "pipe.gin")])
-  assert [(binding.selector, binding.value) for binding in program.all_bindings()] == [("WIDTH", 3)]
-
-
 def test_an_ambiguous_name_error_lists_the_candidates(run, write, monkeypatch):
   write("other_toy.py", "def Model(x=1): return x")
   text = GOOD.replace("'/run'", "@other_toy.Model()")
@@ -387,9 +358,6 @@ def test_configure_checks_arguments_without_calling_the_function(write):
   assert not called
 
 
-def test_an_import_without_dynamic_registration_is_named(run):
-  assert _text(run, "toy.Optimizer.x = 1", head="import toy") == (
-    "the import of 'toy' has no effect: its file must begin with\n"
-    "  from __gin__ import dynamic_registration\n"
-    "  run.gin, line 2:  toy.Optimizer.x = 1"
-  )
+def test_an_import_without_dynamic_registration_can_be_used(run):
+  head = "import toy\nimport __main__ as train_script"
+  assert run(GOOD, head=head)["model"].width == 8

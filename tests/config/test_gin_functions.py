@@ -78,8 +78,8 @@ def test_samples_need_a_batch_size(run):
 
 def test_a_function_without_parentheses_is_refused_where_its_value_is_needed(run):
   text = (
-    r"^@total/gin_utils.steps_of is the function itself: write @total/gin_utils.steps_of\(\) for the "
-    r"value that it returns\n  run.gin, line \d+:[^\n]*$"
+    r"^train.total_steps must be an integer, got @total/[\w.]+: write @total/[\w.]+\(\)\n"
+    r"  run.gin, line \d+:[^\n]*$"
   )
   with pytest.raises(ValueError, match=text):
     run(IN_SAMPLES.replace("@total/gin_utils.steps_of()", "@total/gin_utils.steps_of"))

@@ -12,7 +12,8 @@ import pytest
 import rosetta_t5
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.config.language import gin_internals
-from rosetta_t5.config.language.names import namespace_of_run, temporary_run_function
+from rosetta_t5.config.language.binding import bind, temporary_run_function
+from rosetta_t5.config.language.statements import Program
 
 PRIVATE_NAME = re.compile(r"\bgin\.config\.(_\w+)")
 SOURCE = pathlib.Path(gin_internals.__file__)
@@ -61,9 +62,9 @@ def test_a_run_function_is_found_again_after_a_temporary_one_of_the_same_name(tm
     "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
     "train_script.train.steps = 3\n"
   )
-  namespace_of_run(real)
+  bind(Program(()), real)
   with temporary_run_function(train):
-    namespace_of_run(train)
+    bind(Program(()), train)
   parse_gin_flags([], [str(gin_file)], [])
   assert gin_internals.configurable_of(real).wrapper() == 3
 

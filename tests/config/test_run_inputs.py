@@ -13,7 +13,7 @@ import pytest
 from rosetta_t5 import manifest
 from rosetta_t5.config import ConfigError
 from rosetta_t5.config.configuration import configure
-from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders

@@ -14,7 +14,7 @@ from rosetta_t5 import cli, manifest
 from rosetta_t5.config import ConfigError, run_from_command_line
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.allow_list import CALLED, NAMED, find_public, limited_to_list
-from rosetta_t5.config.language.names import temporary_run_function
+from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.data.tensorflow_import import import_seqio

@@ -39,10 +39,6 @@ WRONG = [
     "train.partitioner=@partitioning.PjitPartitioner",
     "PjitPartitioner: write @t5x.partitioning.Pj",
   ),
-  (
-    "train.checkpoint_cfg=@train/utils.DatasetConfig()",
-    "must be an object of the class Checkpoint",
-  ),
   ("MODEL_DIR=''", "which only a shell replaces, got ''"),
   ("MODEL_DIR='~/run'", "MODEL_DIR must be a string that is not empty and does not begin with ~, "),
   ("OPTIMIZER=None", "optimizer_def must be an optimizer, got None: set OPTIMIZER"),

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-import dataclasses
+import collections
+import contextlib
+import inspect
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import gin
-from gin.config import Configurable
+from gin.config import Configurable, ParseContext
 from gin.config_parser import ImportStatement
 
-from rosetta_t5.config.language import statements
-from rosetta_t5.config.language.allow_list import check_binding
-from rosetta_t5.config.language.gin_internals import record_imports
-from rosetta_t5.config.language.names import Namespace, check_argument, namespace_of_run
-from rosetta_t5.config.t5x_surface import RETIRED_ARGUMENTS, find_recipe, open_recipe
-from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean
+from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.language.allow_list import check_binding, check_import
+from rosetta_t5.config.language.statements import (
+  Binding,
+  Import,
+  Macro,
+  Program,
+  Reference,
+  SourceLine,
+  map_leaves,
+)
+from rosetta_t5.config.t5x_surface import (
+  RETIRED_ARGUMENTS,
+  RUN_FUNCTION_MODULES,
+  T5X_RUN_ALIASES,
+  find_recipe,
+  find_run_function,
+  open_recipe,
+)
+from rosetta_t5.user_errors import ConfigError, FollowOnError, Problems, did_you_mean
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.
 gin.config.register_file_reader(open_recipe, find_recipe)
+_DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, None)
+# Fields that flax adds to every module and that no recipe sets.
+_FLAX_FIELDS = {"parent", "name"}
 
 
 def bind(
-  program: statements.Program,
+  program: Program,
   function: Callable[..., Any] | None = None,
   skip_unknown: bool | Sequence[str] = False,
 ) -> Problems:
@@ -38,98 +58,169 @@ def bind(
   """
   if gin.config_is_locked():  # by an earlier run of this process
     gin.clear_config()
-  binder = _Binder([namespace_of_run(function)] if function else [], skip_unknown)
-  for file in program.files:
-    binder.bind_file(file)
-  return binder.problems
+  problems, names = Problems(), _Names(function)
+  for statement in program.statements:
+    name = statement.gin_statement.module if isinstance(statement, Import) else statement.selector
+    may_skip = skip_unknown if isinstance(skip_unknown, bool) else name in skip_unknown
+    with problems.collect(statement.source):
+      try:
+        if isinstance(statement, Import):
+          names.add_import(statement.gin_statement, statement.source.file)
+          continue
+        is_macro = statement.macro is not None
+        configurable = None if is_macro else names.find(statement.selector, statement.source.file)
+      except ConfigError:
+        if may_skip:
+          continue
+        raise
+      _bind_value(statement, configurable, names)
+  return problems
 
 
-@dataclasses.dataclass
-class _Binder:
-  """Binds files one after another.
+def _bind_value(binding: Binding, configurable: Configurable | None, names: _Names) -> None:
+  """Sets one argument, or a macro if `configurable` is None."""
 
-  Attributes:
-    namespaces: the names that each file bound so far imports.
-    skip_unknown: see `bind`.
-    problems: the errors so far.
+  def as_gin_reference(leaf: Any) -> Any:
+    match leaf:
+      case Reference(evaluate=evaluate):
+        *scopes, selector = leaf.name.split("/")
+        full_name = names.find(selector, binding.source.file).selector
+        return gin.config.ConfigurableReference("/".join([*scopes, full_name]), evaluate)
+      case Macro(name=name):
+        return gin.config.ParserDelegate().macro(name)
+      case _:
+        return leaf
+
+  value = map_leaves(as_gin_reference, binding.value)
+  check_binding(configurable, value)
+  if configurable is None:
+    gin.bind_parameter((binding.macro, gin_internals.MACRO, "value"), value)
+  elif (configurable.name, binding.argument) not in RETIRED_ARGUMENTS:
+    _check_argument(configurable, binding.argument)
+    gin.bind_parameter((binding.scope, configurable.selector, binding.argument), value)
+
+
+class _Names:
+  """The modules that gin files import, by the names under which they import them.
+
+  A name means what its own file imports, or else what the files before it import, or else a function or
+  class that is registered with gin. (Gin itself requires each file to import every name, which T5X's own
+  files do not always do.)
+
+  Args:
+    function: the function that runs; gin files find it in `__main__`.
   """
 
-  namespaces: list[Namespace]
-  skip_unknown: bool | Sequence[str]
-  problems: Problems = dataclasses.field(default_factory=Problems)
+  def __init__(self, function: Callable[..., Any] | None):
+    # By name and file. None: the import failed.
+    self._imports: dict[str, dict[str, tuple[ParseContext, ModuleType] | None]]
+    self._imports = collections.defaultdict(dict)
+    name = function.__name__ if function else "train"
+    script = f"{'eval' if name == 'evaluate' else name}_script"
+    for alias in (*T5X_RUN_ALIASES, script):  # One of T5X's files does not import `train_script`.
+      self.add_import(ImportStatement("__main__", False, alias, None), "")
+    if function is None:
+      return
+    if name == "train":
+      # NVIDIA's scripts use te_helper in flags, but no gin file imports it.
+      self.add_import(ImportStatement("t5x.te_helper", True, None, None), "")
+    # Under the console script, pytest and in a notebook, `__main__` is another module. Registered, the
+    # function is reached by `--gin.train.X` even if no gin file binds any of its arguments. If several
+    # functions have this name, the one that runs now takes it.
+    setattr(sys.modules["__main__"], name, function)
+    gin_internals.unregister(function)
+    with gin.config.interactive_mode():
+      self.find(f"{script}.{name}", "")
 
-  def bind_file(self, file: statements.GinFile) -> None:
-    """Binds a file and all files that it includes."""
-    namespace = Namespace(self.namespaces)
-    for statement in file.statements:
-      if isinstance(statement, statements.GinFile):
-        self.bind_file(statement)
-        continue
-      with self.problems.collect(statement.source):
-        if isinstance(statement, statements.Import):
-          self._import(statement.gin_statement, namespace)
-        else:
-          self._bind_value(statement, namespace)
-    record_imports(namespace.imports)
-    self.namespaces.append(namespace)
+  def add_import(self, statement: ImportStatement, file: str) -> None:
+    """Imports a module, if it is allowed, and makes its name usable in a file and those after it.
 
-  def _import(self, statement: ImportStatement, namespace: Namespace) -> None:
-    """Imports a module for one file."""
-    try:
-      namespace.add_import(statement)
-    except ConfigError:
-      raise
-    except ModuleNotFoundError as error:
-      if not self._may_skip(statement.module):
-        raise ConfigError(_missing_module_text(statement.module, error)) from error
-    except Exception as error:
-      raise ConfigError(
-        f"importing {statement.module} failed: {type(error).__name__}: {error}\n"
-        f"  {_last_line(error)}"
-      ) from error
+    Raises:
+      ConfigError: the import fails.
+    """
+    name, module = statement.bound_name(), statement.module
+    check_import(module)
+    if module != _DYNAMIC.module:
+      self._imports[name][file] = None  # until the import has succeeded
+      context = ParseContext()
+      context.process_import(_DYNAMIC)
+      try:
+        context.process_import(statement)
+      except ModuleNotFoundError as error:
+        raise ConfigError(_missing_module_text(module, error)) from error
+      except Exception as error:
+        kind, line = type(error).__name__, _last_line(error)
+        raise ConfigError(f"importing {module} failed: {kind}: {error}\n  {line}") from error
+      is_whole_name = statement.is_from or statement.alias  # `import a.b` binds only `a`
+      self._imports[name][file] = context, sys.modules[module if is_whole_name else name]
+    if file:
+      gin_internals.record_imports([statement])
 
-  def _bind_value(self, binding: statements.Binding, namespace: Namespace) -> None:
-    """Sets one argument or macro."""
-    try:
-      configurable = None if binding.macro is not None else self._find(binding, namespace)
-      value = statements.map_leaves(lambda leaf: _as_gin_reference(leaf, namespace), binding.value)
-      check_binding(configurable, value)
-      if configurable is not None:
-        check_argument(configurable, binding.argument)
-        gin.bind_parameter((binding.scope, configurable.selector, binding.argument), value)
-      elif binding.macro is not None:
-        gin.bind_parameter((binding.macro, "gin.macro", "value"), value)
-    except ConfigError:
-      raise
-    except Exception as error:  # one of gin's own
-      raise ConfigError(str(error)) from error
+  def find(self, selector: str, file: str) -> Configurable:
+    """Returns the function or class that `selector` names in a file, registered with gin.
 
-  def _find(self, binding: statements.Binding, namespace: Namespace) -> Configurable | None:
-    """Returns what has the argument that is set; None if the binding is to be skipped."""
-    try:
-      configurable = namespace.find(binding.selector)
-    except ConfigError:
-      if self._may_skip(binding.selector):
-        return None
-      raise
-    is_retired = (configurable.name, binding.argument) in RETIRED_ARGUMENTS
-    return None if is_retired else configurable
-
-  def _may_skip(self, name: str) -> bool:
-    return self.skip_unknown if isinstance(self.skip_unknown, bool) else name in self.skip_unknown
+    Raises:
+      ConfigError: there is none, or more than one.
+    """
+    first = selector.partition(".")[0]
+    by_file = self._imports.get(first, {})
+    errors: list[ConfigError] = []
+    found = {}
+    for imported in [by_file[file]] if file in by_file else by_file.values():
+      try:
+        if imported is None:
+          raise FollowOnError(f"{selector!r}: the import of {first!r} failed.")
+        configurable = _find_in_module(selector, *imported)
+        found[configurable.selector] = configurable
+      except ConfigError as error:
+        errors.append(error)
+    found = found or {c.selector: c for c in gin_internals.find_configurables(selector)}
+    if len(found) > 1:
+      choices = " or ".join(sorted(found))
+      raise ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
+    if not found:
+      known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
+      short = [gin_internals.shortest_name(c.selector) for c in known]
+      hint = did_you_mean(first, self._imports) or did_you_mean(
+        selector, short if first == selector else []
+      )
+      hint = hint or f" Import it: from … import {first}"
+      raise errors[0] if errors else ConfigError(f"nothing is called {selector!r}.{hint}")
+    return next(iter(found.values()))
 
 
-def _as_gin_reference(value: Any, namespace: Namespace) -> Any:
-  """Returns gin's own object for a reference or macro, and other values as they are."""
-  match value:
-    case statements.Reference(evaluate=evaluate):
-      *scopes, selector = value.name.split("/")
-      full_name = "/".join([*scopes, namespace.find(selector).selector])
-      return gin.config.ConfigurableReference(full_name, evaluate)
-    case statements.Macro(name=name):
-      return gin.config.ParserDelegate().macro(name)
-    case _:
-      return value
+def _find_in_module(selector: str, context: ParseContext, module: ModuleType) -> Configurable:
+  """Returns the function or class that `selector` names, whose first part stands for `module`."""
+  first, *rest = selector.split(".")
+  if module is sys.modules["__main__"] and rest and rest[0] in RUN_FUNCTION_MODULES:
+    setattr(module, rest[0], find_run_function(rest[0]))
+  found: Any = module
+  for name in rest:
+    if not hasattr(found, name):
+      public = [known for known in dir(found) if not known.startswith("_")]
+      owner = getattr(found, "__name__", first)
+      raise ConfigError(f"{owner} has no {name!r}.{did_you_mean(name, public)}")
+    found = getattr(found, name)
+  if not callable(found):
+    raise ConfigError(f"{selector!r} is not a function or class")
+  gin_internals.record_imports([_DYNAMIC])
+  try:
+    return context.get_configurable(selector)
+  except ValueError:  # Another file has used this name, such as an alias, for another object.
+    return gin_internals.register_under_own_module(found)
+
+
+@contextlib.contextmanager
+def temporary_run_function(function: Callable[..., Any]) -> Iterator[None]:
+  """Lets gin files find `function` in `__main__` inside the `with`, and unregisters it afterwards."""
+  main, name = vars(sys.modules["__main__"]), function.__name__
+  before = {name: main[name]} if name in main else {}
+  try:
+    yield
+  finally:
+    gin_internals.unregister(function)
+    main.pop(name, None)
+    main.update(before)
 
 
 def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
@@ -154,4 +245,44 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
 def _last_line(error: Exception) -> str:
   """Returns the last line of the traceback whose text is known."""
   last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line][-1]
-  return str(statements.SourceLine(last.filename, last.lineno or 0, last.line or ""))
+  return str(SourceLine(last.filename, last.lineno or 0, last.line or ""))
+
+
+def _check_argument(configurable: Configurable, argument: str) -> None:
+  """Raises ConfigError, with similar names, if `configurable` accepts no such argument."""
+  known = _signature(configurable)
+  if argument in known or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+    return
+  names = [name for name in parameters(configurable) if name not in _FLAX_FIELDS]
+  raise ConfigError(
+    f"{configurable.name} has no argument {argument!r}.{did_you_mean(argument, names)}\n"
+    f"  its arguments: {', '.join(names)}"
+  )
+
+
+def parameters(configurable: Configurable) -> dict[str, inspect.Parameter]:
+  """Returns the arguments of a function or class that gin can set, by name."""
+  known = _signature(configurable).items()
+  return {n: p for n, p in known if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def defaults(configurable: Configurable) -> dict[str, Any]:
+  """Returns the default values of the arguments that have one, by name."""
+  return {
+    name: p.default
+    for name, p in parameters(configurable).items()
+    if p.default is not p.empty and p.default is not gin.REQUIRED
+  }
+
+
+def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns the arguments that gin binds for a call in these scopes, references unresolved."""
+  with gin.config_scope(list(scopes) or None):
+    return gin.get_bindings(configurable.selector, resolve_references=False)
+
+
+def _signature(configurable: Configurable) -> dict[str, inspect.Parameter]:
+  try:
+    return dict(inspect.signature(configurable.wrapped).parameters)
+  except (TypeError, ValueError):  # some built-in callables have no signature
+    return {}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import pathlib
 import tokenize
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gin import config_parser
@@ -102,25 +101,14 @@ class Binding:
 
 
 @dataclasses.dataclass(frozen=True)
-class GinFile:
-  """The statements of one file in order. In place of each include is the included file."""
-
-  statements: tuple[Import | Binding | GinFile, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
-  """The gin files of a command line, then its --gin bindings as a last file. Later statements win."""
+  """The statements of gin files and of their includes, then those of the command line. Later ones win."""
 
-  files: tuple[GinFile, ...]
+  statements: tuple[Import | Binding, ...]
 
-  def statements(self) -> Iterator[Import | Binding]:
-    """Returns every import and binding in the order in which they take effect."""
-    return _flatten(self.files)
-
-  def all_bindings(self) -> Iterator[Binding]:
+  def all_bindings(self) -> list[Binding]:
     """Returns every binding in the order in which they take effect."""
-    return (s for s in self.statements() if isinstance(s, Binding))
+    return [s for s in self.statements if isinstance(s, Binding)]
 
   def effective_bindings(self) -> dict[tuple[str, ...], Binding]:
     """Returns, by key, the bindings that no later one replaces."""
@@ -167,11 +155,11 @@ def read_program(
   """
   found = Problems() if problems is None else problems
   context = _IncludeContext(search_paths, found)
-  parsed = [_read_file(name, context) for name in files]
-  on_command_line = GinFile(tuple(s for text in bindings for s in _read_binding(text, context)))
+  statements = [s for name in files for s in _read_file(name, context)]
+  statements += [s for text in bindings for s in _read_binding(text, context)]
   if problems is None:
     found.raise_if_any()
-  return Program((*parsed, on_command_line))
+  return Program(tuple(statements))
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -192,14 +180,6 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
   if isinstance(value, (list, tuple)):
     return type(value)(map_leaves(function, item) for item in value)
   return function(value)
-
-
-def _flatten(statements: Iterable[Import | Binding | GinFile]) -> Iterator[Import | Binding]:
-  for statement in statements:
-    if isinstance(statement, GinFile):
-      yield from _flatten(statement.statements)
-    else:
-      yield statement
 
 
 class _KeepNames(config_parser.ParserDelegate):
@@ -229,32 +209,21 @@ class _IncludeContext:
   includes: tuple[SourceLine, ...] = ()
 
 
-def _read_file(name: str, context: _IncludeContext) -> GinFile:
-  """Reads a file up to its first invalid statement. Errors are collected."""
-  statements: list[Import | Binding | GinFile] = []
+def _read_file(name: str, context: _IncludeContext) -> Iterator[Import | Binding]:
+  """Yields the statements of a file up to its first invalid one. Errors are collected."""
   with context.problems.collect(*(f"included from {line}" for line in context.includes)):
     path = find_gin_file(name, context.search_paths)
     if path.resolve() in context.files:
       raise ConfigError("the file includes itself: remove one of the includes.")
+    try:
+      text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+      raise ConfigError(f"{path} cannot be read as a gin file: {error}") from error
     inner = dataclasses.replace(context, files=(*context.files, path.resolve()))
-    # One by one: if a statement is invalid, those before it are kept.
-    for statement in _parse_statements(_read_text(path), name, inner):
-      statements.append(statement)
-  return GinFile(tuple(statements))
+    yield from _parse_statements(text, name, inner)
 
 
-def _read_text(path: pathlib.Path) -> str:
-  try:
-    return path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark
-  except UnicodeDecodeError as error:
-    raise ConfigError(
-      f"{path} is not a gin file: it is not text in UTF-8 ({error.reason})"
-    ) from None
-  except OSError as error:
-    raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding | GinFile]:
+def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding]:
   with context.problems.collect():
     try:
       return list(_parse_statements(text, COMMAND_LINE, context))
@@ -272,16 +241,14 @@ def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding 
   return []
 
 
-def _parse_statements(
-  text: str, name: str, context: _IncludeContext
-) -> Iterator[Import | Binding | GinFile]:
+def _parse_statements(text: str, name: str, context: _IncludeContext) -> Iterator[Import | Binding]:
   for statement in _parse(text, name):
     if isinstance(statement, config_parser.BlockDeclaration):
       continue  # each line of the block is a binding of its own
     source = SourceLine(name, statement.location.line_num, statement.location.line_content)
     if isinstance(statement, config_parser.IncludeStatement):
       includes = (source, *context.includes)
-      yield _read_file(statement.filename, dataclasses.replace(context, includes=includes))
+      yield from _read_file(statement.filename, dataclasses.replace(context, includes=includes))
     elif isinstance(statement, config_parser.ImportStatement):
       yield Import(statement, source)
     else:
@@ -293,18 +260,13 @@ def _parse_statements(
 def _parse(text: str, name: str) -> Iterator[Any]:
   """Yields the statements of gin's own parser. Its syntax errors become ConfigErrors."""
   try:
-    yield from config_parser.ConfigParser(io.StringIO(text), _KeepNames())
-  except SyntaxError as error:
-    source = SourceLine(name, error.lineno or 0, error.text or "")
+    yield from config_parser.ConfigParser(text, _KeepNames())
+  except (SyntaxError, tokenize.TokenError) as error:
+    # Gin adds the token to Python's message, "malformed node or string: <ast.Name object at 0x…>".
+    message = str(error.args[0]).splitlines()[-1].strip()
+    number = error.lineno if isinstance(error, SyntaxError) else error.args[1][0]
+    lines = text.splitlines() or [""]
+    source = SourceLine(name, number or 0, lines[min(number or 1, len(lines)) - 1])
     is_list = source.text.strip().startswith(("from ", "import ")) and "," in source.text
     hint = "\n  gin imports one name per line" if is_list else ""
-    # Gin adds the token to Python's message, "malformed node or string: <ast.Name object at 0x…>".
-    message = error.msg.splitlines()[-1].strip()
     raise ConfigError(f"invalid gin syntax: {message}\n  {source}{hint}") from error
-  except (RecursionError, MemoryError) as error:  # the latter from Python's parser of literals
-    raise ConfigError(f"{name} is not a gin file: brackets are nested too deeply") from error
-  except tokenize.TokenError as error:
-    message, (line, _) = error.args
-    lines = text.splitlines() or [""]
-    source = SourceLine(name, line, lines[min(line, len(lines)) - 1])
-    raise ConfigError(f"invalid gin syntax: {message}\n  {source}") from error

@@ -11,8 +11,8 @@ import gin
 from gin.config import Configurable
 
 from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.language.binding import bound_arguments, defaults, parameters
 from rosetta_t5.config.language.gin_internals import is_macro_set
-from rosetta_t5.config.language.names import bound_arguments, defaults, parameters
 from rosetta_t5.config.language.statements import (
   COMMAND_LINE,
   Binding,
@@ -49,21 +49,15 @@ FILES = {
 }
 
 
-def check_required(program: Program, reported: str = "") -> None:
+def check_required(program: Program) -> None:
   """Raises ConfigError with every value that is `%gin.REQUIRED` and set nowhere.
-
-  A value is not missing if `reported`, the problems found before, contains a line that sets it.
 
   Nothing is imported for this check, so a run that lacks a value fails at once.
   """
-  missing = {
-    binding.name: binding.source
-    for binding in program.effective_bindings().values()
-    if isinstance(binding.value, Macro)
-    and binding.value.name in ("gin.REQUIRED", "REQUIRED")
-    and f"  {binding.name} = " not in reported
-  }
-  _raise_if_missing(missing, program)
+  required = ("gin.REQUIRED", "REQUIRED")
+  bindings = program.effective_bindings().values()
+  given = [b for b in bindings if isinstance(b.value, Macro) and b.value.name in required]
+  _raise_if_missing({binding.name: binding.source for binding in given}, program)
 
 
 def check_macros(program: Program) -> None:
@@ -71,25 +65,6 @@ def check_macros(program: Program) -> None:
   used = program.macros_used()
   missing = {name: source for name, source in used.items() if not is_macro_set(name)}
   _raise_if_missing(missing, program)
-
-
-def check_arguments(program: Program, function: Callable[..., object]) -> None:
-  """Raises ConfigError with every required argument that is missing from a call that gin will make."""
-  messages = []
-  for reached in reached_from(function):
-    is_macro = reached.configurable.module == "gin"  # `check_macros` reports those that are not set
-    is_complete = is_macro or not reached.is_called
-    required = [] if is_complete else _required_arguments(reached.configurable)
-    missing = [name for name in required if name not in reached.bound]
-    if missing:
-      messages.append(_missing_arguments_text(reached, missing, program))
-  if messages:
-    raise ConfigError("\n".join(messages))
-
-
-def missing_run_text() -> str:
-  """Returns the problem of gin files that configure no run, with a file that configures one."""
-  return f"the gin files configure no run\n  for a training run: {_how_to_set('train')}"
 
 
 def _raise_if_missing(missing: Mapping[str, SourceLine], program: Program) -> None:
@@ -112,12 +87,29 @@ def _how_to_set(name: str) -> str:
   return f'--gin.{name}="{EXAMPLES.get(name, "…")}"'
 
 
-def _required_arguments(configurable: Configurable) -> list[str]:
-  """Returns the arguments without a default; none if a user's decorator may provide some of them."""
-  function = configurable.wrapped
-  if hasattr(function, "__wrapped__") and not function.__module__.startswith(OWN_PACKAGES):
-    return []
-  return [name for name in parameters(configurable) if name not in defaults(configurable)]
+def missing_run_text() -> str:
+  """Returns the problem of gin files that configure no run, with a file that configures one."""
+  return f"the gin files configure no run\n  for a training run: {_how_to_set('train')}"
+
+
+def check_arguments(program: Program, function: Callable[..., object]) -> None:
+  """Raises ConfigError with every required argument that is missing from a call that gin will make."""
+  messages = []
+  for reached in reached_from(function):
+    configurable, wrapped = reached.configurable, reached.configurable.wrapped
+    is_macro = configurable.module == "gin"  # `check_macros` reports those that are not set
+    # A user's decorator may provide some of the arguments.
+    is_decorated = hasattr(wrapped, "__wrapped__") and not wrapped.__module__.startswith(
+      OWN_PACKAGES
+    )
+    if is_macro or is_decorated or not reached.is_called:
+      continue
+    known = {*defaults(configurable), *reached.bound}
+    missing = [name for name in parameters(configurable) if name not in known]
+    if missing:
+      messages.append(_missing_arguments_text(reached, missing, program))
+  if messages:
+    raise ConfigError("\n".join(messages))
 
 
 def _missing_arguments_text(reached: Reached, missing: list[str], program: Program) -> str:
@@ -157,16 +149,16 @@ class Reached:
 
 
 def reached_from(
-  function: Callable[..., Any], with_methods: bool = False, arguments: Collection[str] | None = None
+  function: Callable[..., Any], arguments: Collection[str] | None = None
 ) -> Iterator[Reached]:
-  """Yields `function` and all that its bindings refer to, directly or indirectly.
+  """Yields `function` and all that its bindings, and those of the methods of classes, refer to.
 
   Args:
     function: the run.
-    with_methods: whether to follow the bindings of the methods of classes too.
     arguments: the arguments of `function` to follow; None for all.
   """
   seen: set[tuple[str, ...]] = set()
+  methods = [each for each in gin_internals.registered_configurables() if each.is_method]
 
   def follow(
     configurable: Configurable, scopes: Sequence[str], is_called: bool
@@ -181,8 +173,8 @@ def reached_from(
       bound = {name: value for name, value in bound.items() if name in arguments}
     for reference in gin.config.iterate_references(bound):
       yield from follow(reference.configurable, reference.scopes or scopes, reference.evaluate)
-    for method in gin_internals.registered_configurables() if with_methods else ():
-      if method.is_method and method.module == configurable.selector:
+    for method in methods:
+      if method.module == configurable.selector:
         yield from follow(method, scopes, False)
 
   yield from follow(gin_internals.configurable_of(function), [], True)
@@ -214,11 +206,10 @@ def _cycle_text(program: Program, keys: Sequence[tuple[str, ...]]) -> str:
     "/".join(scopes) if selector == gin_internals.MACRO else selector.rpartition(".")[2]
     for selector, *scopes in keys
   ]
-  needed = ((getattr(v, "last_name", getattr(v, "name", "")), b) for v, b in program.values())
   lines = [
     f"  {binding.source}"
-    for name, binding in needed
-    if name in names and (binding.macro or binding.key[1]) in names
+    for binding in program.effective_bindings().values()
+    if (binding.macro or binding.key[1]) in names and any(n in repr(binding.value) for n in names)
   ]
   return "\n".join([f"{names[0]} needs itself: {' → '.join(names)}", *lines])
 
@@ -239,7 +230,7 @@ def unused_bindings(
   """
   read = {
     ("/".join(reached.scopes[:n]), reached.configurable.selector)
-    for reached in reached_from(function, with_methods=True, arguments=arguments)
+    for reached in reached_from(function, arguments)
     for n in range(len(reached.scopes) + 1)
   }
   macros: Collection[str] = program.macros_used()
@@ -273,8 +264,6 @@ def _is_decorated(selector: str) -> bool:
 
 # The similarity above which a name is taken for a misspelling, such as TRAIN_STEP of TRAIN_STEPS.
 _SAME_NAME_SIMILARITY = 0.85
-# Functions of gin_utils. They exist for the values that they return.
-_CALCULATIONS = ("bool_fn", "steps_of", "string_split_fn", "sum_fn")
 
 
 def check_spelling(program: Program) -> None:
@@ -285,27 +274,12 @@ def check_spelling(program: Program) -> None:
   """
   values = (value for binding in program.all_bindings() for value in leaves(binding.value))
   scopes = {value.scope for value in values if isinstance(value, Reference)} - {""}
-  macros = program.macros_used()
+  macros = set(program.macros_used())
   for binding in program.all_bindings():
-    if binding.source.file != COMMAND_LINE:
+    is_macro = binding.macro is not None
+    name, known = (binding.macro, macros) if is_macro else (binding.scope, scopes)
+    if binding.source.file != COMMAND_LINE or not name or name in known:
       continue
-    if binding.macro is not None:
-      kind, name, known = "macro", binding.macro, set(macros)
-    else:
-      kind, name, known = "scope", binding.scope, scopes
-    is_unused = name and name not in known
-    hint = did_you_mean(name, known, cutoff=_SAME_NAME_SIMILARITY) if is_unused else ""
-    if hint:
+    if hint := did_you_mean(name, known, cutoff=_SAME_NAME_SIMILARITY):
+      kind = "macro" if is_macro else "scope"
       raise ConfigError(f"the {kind} {name!r} is never used.{hint}\n  {binding.source}")
-
-
-def check_calls(program: Program) -> None:
-  """Raises ConfigError if `()` is missing after a function of gin_utils that calculates a value."""
-  lines = [
-    f"{value} is the function itself: write {value}() for the value that it returns\n"
-    f"  {binding.source}"
-    for value, binding in program.values()
-    if isinstance(value, Reference) and not value.evaluate and value.last_name in _CALCULATIONS
-  ]
-  if lines:
-    raise ConfigError("\n".join(lines))

@@ -1,1 +1,0 @@
-"""Checks of a configuration: missing, misspelt, unused and wrong values."""
