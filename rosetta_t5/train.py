@@ -114,8 +114,8 @@ def train(
     (the number of completed steps, the train state).
 
   Raises:
-    ValueError: the arguments do not fit together; no file has been overwritten.
-    ModelDirInUseError: another run trains in model_dir.
+    ValueError: the arguments do not fit together, or another run trains in model_dir; no file has been
+      overwritten.
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
     NonFiniteError: the loss or a gradient became NaN or infinite.
     RunInterrupted: SIGTERM or SIGUSR1 was received. The state is saved, and the exit status is 143.

@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.config import (
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
-from rosetta_t5.checkpoints.model_dir import ModelDirInUseError, exclusive_model_dir
+from rosetta_t5.checkpoints.model_dir import exclusive_model_dir
 from rosetta_t5.checkpoints.restore import UnreadableCheckpointError, fingerprint
 from rosetta_t5.checkpoints.run_start import (
   VOCABULARIES,

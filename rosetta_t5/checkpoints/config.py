@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 from etils import epath
 
@@ -23,28 +23,7 @@ from rosetta_t5.user_errors import OWN_PACKAGES
 _ManagerClass = Callable[..., OrbaxCheckpointManagerInterface]
 _MODES = ("latest", "all", "specific")
 Mode = Annotated[str, one_of(_MODES)]
-_DTYPES = ("float32", "bfloat16", "float16")
-StoredDType = Annotated[str, one_of(_DTYPES)]
-
-
-@runtime_checkable
-class SetsManagerOptions(Protocol):
-  """A checkpointer that configures the checkpoint manager, such as `SaveBestCheckpointer`.
-
-  `SaveCheckpointConfig.checkpointer_cls` may build such an object.
-  """
-
-  def manager_options(self) -> Mapping[str, Any]:
-    """Returns keyword arguments for `SaveCheckpointConfig.checkpoint_manager_cls`."""
-
-
-@runtime_checkable
-class TransformsRestoredState(Protocol):
-  """A checkpointer class that changes the restored state, such as `UpcycleCheckpointer`."""
-
-  @staticmethod
-  def transform_restored_state(stored: Any, expected: Any, *, is_resuming: bool = False) -> Any:
-    """Returns the changed state dict of the checkpoint; see `state_transformation_fns`."""
+StoredDType = Annotated[str, one_of(("float32", "bfloat16", "float16"))]
 
 
 @dataclasses.dataclass
@@ -61,8 +40,8 @@ class SaveCheckpointConfig:
     ignore_dataset_until: the positions of MODEL_DIR's checkpoints up to this step are not restored, so
       a restart from them starts the data from its beginning; None restores every position.
     checkpointer_cls: a subclass of T5X's Checkpointer. Its `save` is called if it overrides T5X's.
-      Checkpoints are always written in Orbax's layout. If the class implements `SetsManagerOptions`, as
-      SaveBestCheckpointer does, its options (metric_name_to_monitor, ...) are given to the manager.
+      Checkpoints are always written in Orbax's layout. What its method `manager_options` returns, as
+      SaveBestCheckpointer's does (metric_name_to_monitor, ...), is given to the manager's class.
     state_transformation_fns: before the state is written, each `fn(state_dict, parameter_infos)`
       returns both of them, changed.
     checkpoint_manager_cls: builds the manager. Bind its other arguments (such as force_keep_period)
@@ -79,9 +58,6 @@ class SaveCheckpointConfig:
   checkpointer_cls: Callable[..., Any] | None = None
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
   checkpoint_manager_cls: _ManagerClass = OrbaxCheckpointManagerInterface
-
-  def __post_init__(self) -> None:
-    check_one_of("SaveCheckpointConfig.dtype", self.dtype or _DTYPES[0], _DTYPES)
 
 
 @dataclasses.dataclass
@@ -103,8 +79,8 @@ class RestoreCheckpointConfig:
     dtype: the dtype of the restored floating-point parameters; None for the model's.
     restore_dataset: continue at the stored position in the training data.
     checkpointer_cls: a subclass of T5X's Checkpointer that overrides `restore`, which then restores.
-      T5X's own classes are not needed, since the layout is detected. If the class implements
-      `TransformsRestoredState`, as UpcycleCheckpointer does, its function follows assignment_map.
+      T5X's own classes are not needed, since the layout is detected. If the class has a function
+      `transform_restored_state`, as UpcycleCheckpointer does, it follows assignment_map.
     state_transformation_fns: after assignment_map, each `fn(checkpoint's state dict, model's)`
       returns the first one, changed.
     checkpoint_manager_cls: builds the manager.
@@ -124,9 +100,7 @@ class RestoreCheckpointConfig:
 
   def __post_init__(self) -> None:
     check_one_of("RestoreCheckpointConfig.mode", self.mode, _MODES)
-    check_one_of("RestoreCheckpointConfig.dtype", self.dtype or _DTYPES[0], _DTYPES)
-    if isinstance(self.checkpointer_cls, TransformsRestoredState):
-      transform = self.checkpointer_cls.transform_restored_state
+    if (transform := getattr(self.checkpointer_cls, "transform_restored_state", None)) is not None:
       self.state_transformation_fns = (transform, *self.state_transformation_fns)
     if self.assignment_map is not None:
       # As in T5X, the map is the first of the transformations.
@@ -214,15 +188,21 @@ def create_orbax_checkpoint_manager(
   saver: Any = save.checkpointer_cls and save.checkpointer_cls(
     **state, checkpoints_dir=os.fspath(directory)
   )
+  saving: dict[str, Any] = {}
+  if save_cfg is not None:
+    names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
+    saving = {"save_dtype": save.dtype, **{name: getattr(save, name) for name in names}}
+    saving |= saver.manager_options() if hasattr(saver, "manager_options") else {}
   manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
     restore_dtype=load.dtype,
-    **(_saving_options(save_cfg, saver) if save_cfg else {}),
+    **saving,
   )
   # These are attributes, so that users' own manager classes with T5X's arguments work.
   manager.state_transformation_fns = tuple(save.state_transformation_fns)
+  manager.strict, manager.restores_dataset = load.strict, load.restore_dataset
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
   if load.checkpointer_cls is not None:
@@ -232,16 +212,6 @@ def create_orbax_checkpoint_manager(
     )
     manager.user_restore = _overridden(restorer, "restore")
   return manager
-
-
-def _saving_options(cfg: SaveCheckpointConfig, saver: Any) -> dict[str, Any]:
-  """Returns the arguments of the manager's class that say what is saved and kept."""
-  names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
-  options: dict[str, Any] = {
-    "save_dtype": cfg.dtype,
-    **{name: getattr(cfg, name) for name in names},
-  }
-  return {**options, **(saver.manager_options() if isinstance(saver, SetsManagerOptions) else {})}
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import pathlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,13 +23,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_
 from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, STATE_ITEM
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
-from rosetta_t5.checkpoints.model_dir import (
-  REMOVED_FOLDER,
-  BestMetric,
-  Retention,
-  delete_removed,
-  remove_old_dataset_positions,
-)
+from rosetta_t5.checkpoints.model_dir import Retention, remove_dataset_checkpoint
 from rosetta_t5.checkpoints.restore import (
   RestoreTransformation,
   restore_train_state,
@@ -36,13 +32,15 @@ from rosetta_t5.checkpoints.restore import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
+from rosetta_t5.user_errors import reason_of
 
 # The run fact that names the checkpoint with which a finetuning run began.
 STARTED_FROM = "started_from"
 # Orbax completes these files after the manifest.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
-
-_log = logging.getLogger(__name__)
+# The folder in MODEL_DIR to which checkpoints are moved before their files are deleted. A process
+# that is killed during the deletion then leaves no incomplete checkpoint.
+_REMOVED_FOLDER = ".removed"
 
 
 class OrbaxCheckpointManagerInterface:
@@ -60,10 +58,15 @@ class OrbaxCheckpointManagerInterface:
       in turn to write the checkpoint; None for none.
     user_restore: the `restore` of a user's checkpointer, which restores in place of the manager.
     state_transformation_fns: applied to the saved state if `save` gets none.
+    strict: whether names in a checkpoint that the train state does not have are an error.
+    restores_dataset: whether `restore` also moves the dataset iterator to its stored position.
   """
 
   user_save: Callable[..., Any] | None = None
   user_restore: Callable[..., Any] | None = None
+  state_transformation_fns: Sequence[saved_items.SaveTransformation] = ()
+  strict: bool = True
+  restores_dataset: bool = True
 
   def __init__(
     self,
@@ -103,23 +106,22 @@ class OrbaxCheckpointManagerInterface:
       keep_checkpoints_without_metrics: whether checkpoints without a value of the metric are kept.
 
     Raises:
-      ValueError: `keep` is below 1, a dtype is not a floating-point dtype, or
-        metric_name_to_monitor or metric_mode is invalid.
+      ValueError: metric_name_to_monitor or metric_mode is invalid.
     """
-    best = None
-    if metric_name_to_monitor is not None:
-      best = BestMetric(metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
     self.directory = epath.Path(directory)
     self.run_facts: dict[str, Any] = {}
-    self.state_transformation_fns: Sequence[saved_items.SaveTransformation] = ()
     self._train_state = train_state
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
-    self._save_dtype = saved_items.parse_float_dtype(save_dtype, "SaveCheckpointConfig.dtype")
-    self._restore_dtype = saved_items.parse_float_dtype(
-      restore_dtype, "RestoreCheckpointConfig.dtype"
+    self._save_dtype, self._restore_dtype = save_dtype, restore_dtype
+    self._retention = Retention(
+      self.directory,
+      keep,
+      force_keep_period,
+      metric_name_to_monitor,
+      metric_mode,
+      keep_checkpoints_without_metrics,
     )
-    self._retention = Retention(self.directory, keep, force_keep_period, best)
     self._period = period
     self._checkpoint_steps = frozenset(checkpoint_steps or ())
     self._keep_dataset = keep_dataset_checkpoints
@@ -155,7 +157,8 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: a save in the background has failed.
     """
-    self.check_for_errors()
+    if self._pending is not None and not self._orbax_manager().is_saving_in_progress():
+      self.wait_until_finished()
     due = step in self._checkpoint_steps or bool(self._period and step % self._period == 0)
     return due and step not in self._steps
 
@@ -178,7 +181,7 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: this save or the previous one failed.
     """
-    step = saved_items.step_number(train_state)
+    step = int(np.asarray(saved_items.get_local_data(train_state.step)))
     if step in self._steps or not (force or self.should_save(step)):
       return False
     if self.user_save is not None:
@@ -219,14 +222,11 @@ class OrbaxCheckpointManagerInterface:
       raise self._failure(error) from error
     self._pending = None
     self.reload()
-    self._deleter.submit(delete_removed, self.directory)
-    if self._keep_dataset is not None and jax.process_index() == 0:
-      remove_old_dataset_positions(self.directory, self._keep_dataset)
-
-  def check_for_errors(self) -> None:
-    """Raises CheckpointSaveError if the last save has failed. It does not wait for a running save."""
-    if self._pending is not None and not self._orbax_manager().is_saving_in_progress():
-      self.wait_until_finished()
+    if jax.process_index() == 0:
+      self._deleter.submit(self._delete_removed)
+      for step in self._steps[: -self._keep_dataset] if self._keep_dataset else ():
+        folder = checkpoint_folders.checkpoint_path(self.directory, step)
+        remove_dataset_checkpoint(folder, saved_items.DATASET_PREFIX)
 
   def close(self) -> None:
     """Waits for the running save and ends the background threads."""
@@ -236,7 +236,7 @@ class OrbaxCheckpointManagerInterface:
       writer, self._writer = self._writer, None
       if writer is not None:
         writer.close()
-        self._deleter.submit(delete_removed, self.directory, with_folder=True).result()
+        self._deleter.shutdown()
 
   def restore(
     self,
@@ -247,7 +247,6 @@ class OrbaxCheckpointManagerInterface:
     lazy_parameters: bool = False,
     *,
     restore_dataset: bool = True,
-    strict: bool = True,
   ) -> TrainState:
     """Returns the train state of a checkpoint, sharded as the partitioner specifies.
 
@@ -259,8 +258,7 @@ class OrbaxCheckpointManagerInterface:
       state_transformation_fns: each `fn(checkpoint's state dict, this train state's)` returns the
         first one, changed.
       lazy_parameters: T5X's argument. As in T5X, it has no effect on Orbax's layout.
-      restore_dataset: also move the dataset iterator, if there is one, to its stored position.
-      strict: raise an error for names in the checkpoint that the train state does not have.
+      restore_dataset: False leaves the dataset iterator where it is.
 
     Raises:
       CheckpointMismatchError: names, shapes or dtypes differ from the train state's.
@@ -269,16 +267,22 @@ class OrbaxCheckpointManagerInterface:
     """
     del lazy_parameters
     folder = checkpoint_folders.select_checkpoint(self.directory, step, path)
-    restore_dataset = restore_dataset and self._dataset_iterator is not None
-    if not verify_files(folder, with_dataset=restore_dataset):
-      _log.info("checkpoint %s has no %s: damage is not detected", folder, manifest.NAME)
+    if self.user_restore is not None:
+      return self.user_restore(
+        path=os.fspath(folder),
+        fallback_state=fallback_state,
+        state_transformation_fns=state_transformation_fns,
+      )
+    has_iterator = self._dataset_iterator is not None
+    restore_dataset = restore_dataset and self.restores_dataset and has_iterator
+    verify_files(folder, with_dataset=restore_dataset)
     restored = restore_train_state(
       folder,
       self._train_state,
       self._partitioner,
       fallback_state=fallback_state,
       params_dtype=self._restore_dtype,
-      allow_unexpected=not strict,
+      allow_unexpected=not self.strict,
       transformations=state_transformation_fns,
     )
     if restore_dataset:
@@ -312,20 +316,23 @@ class OrbaxCheckpointManagerInterface:
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     stored = checkpoint_folders.read_run_facts(folder).get(saved_items.BATCH_FACT)
-    args = saved_items.DatasetArgs(self._dataset_iterator)
+    current = saved_items.batch_shapes(self._dataset_iterator)
     try:
-      saved_items.check_batch_shapes(folder, stored, self._dataset_iterator)
+      if stored and current and stored != current:
+        raise ValueError(
+          f"checkpoint {folder} contains a position in data with batches of {stored}, but this run's have "
+          f"{current}. BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the position refers to "
+          "other examples. Restore these settings"
+        )
+      args = saved_items.DatasetArgs(self._dataset_iterator)
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
     except ValueError as error:
-      setting = "RestoreCheckpointConfig.restore_dataset=False"
-      if folder.parent == self.directory:
-        step = checkpoint_folders.step_of(folder)
-        setting = f"SaveCheckpointConfig.ignore_dataset_until={step}"
       raise ValueError(
         f"{error}. To continue from this checkpoint and start the data from its beginning, set "
-        f"--gin.utils.{setting}"
+        "--gin.utils.RestoreCheckpointConfig.restore_dataset=False or, if it is in MODEL_DIR, "
+        f"--gin.utils.SaveCheckpointConfig.ignore_dataset_until={checkpoint_folders.step_of(folder)}"
       ) from error
 
   def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
@@ -370,9 +377,8 @@ class OrbaxCheckpointManagerInterface:
         # Reading the metadata of each old checkpoint takes time, and only the steps are needed.
         lightweight_initialize=True,
         # A rename is atomic, so a run that is killed leaves no incomplete checkpoint.
-        todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else REMOVED_FOLDER,
+        todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else _REMOVED_FOLDER,
       )
-      self._deleter.submit(delete_removed, self.directory)
       self.directory.mkdir(parents=True, exist_ok=True)
       self._writer = ocp.CheckpointManager(
         self.directory.absolute(), item_handlers=handlers, options=options
@@ -392,8 +398,17 @@ class OrbaxCheckpointManagerInterface:
     if "://" not in os.fspath(folder):
       manifest.write(folder, [n for n in manifest.files_in(folder) if n not in _COMMIT_FILES])
 
+  def _delete_removed(self) -> None:
+    for folder in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):
+      shutil.rmtree(folder, ignore_errors=True)
+
   def _failure(self, error: Exception) -> saved_items.CheckpointSaveError:
     """Returns the error for the running save, which is given up."""
     step, self._pending = self._pending or 0, None
     self._steps = [saved for saved in self._steps if saved != step]
-    return saved_items.save_error(self.directory, step, error)
+    complete = ", ".join(map(str, self._steps)) or "none"
+    return saved_items.CheckpointSaveError(
+      f"checkpoint {checkpoint_folders.checkpoint_path(self.directory, step)} could not be saved: "
+      f"{reason_of(error)}. The steps of the complete checkpoints are: {complete}. If the disk is the "
+      "reason, free some space or set a writable MODEL_DIR; then start the run again"
+    )

@@ -18,23 +18,15 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5.checkpoints import checkpoint_folders
-from rosetta_t5.checkpoints.saved_items import DATASET_PREFIX
+from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, checkpoint_path, files_matching
 from rosetta_t5.distributed.coordination import broadcast_text
 
 LOCK_FILE = "run.lock"
-_IN_USE = "is in use by another training run"
 _TIMEOUT_S = 600.0
-# The folder in MODEL_DIR to which checkpoints are moved before their files are deleted. A process
-# that is killed during the deletion then leaves no incomplete checkpoint.
-REMOVED_FOLDER = ".removed"
 PIN_FILE = "PINNED"
 
 _log = logging.getLogger(__name__)
-
-
-class ModelDirInUseError(ValueError):
-  """Another training run uses this MODEL_DIR."""
 
 
 def exclusive_model_dir(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,49 +51,38 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
   and file systems without locks are not locked.
 
   Raises:
-    ModelDirInUseError: another run holds the lock. All processes of this run raise it.
-    ValueError: the folder cannot be written to.
+    ValueError: another run holds the lock, or the folder cannot be written to. All processes raise it.
   """
-  refusal = ""
+  refusal, path = "", epath.Path(model_dir) / LOCK_FILE
   with contextlib.ExitStack() as stack:
     if jax.process_index() == 0 and "://" not in os.fspath(model_dir):
       try:
-        epath.Path(model_dir).mkdir(parents=True, exist_ok=True)
-        refusal = _lock(epath.Path(model_dir) / LOCK_FILE, stack)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        refusal = _lock(stack.enter_context(open(path, "a+")))
       except OSError as error:
         refusal = (
-          f"MODEL_DIR {os.fspath(model_dir)} cannot be written to ({error}): set it to a writable folder "
-          "with space for checkpoints (--gin.MODEL_DIR=\"'...'\")"
+          f"cannot be written to ({error}): set it to a writable folder with space for checkpoints"
         )
-    refusal = broadcast_text(refusal, f"run lock {model_dir}", _TIMEOUT_S)
-    if refusal:
-      raise (ModelDirInUseError if _IN_USE in refusal else ValueError)(refusal)
+    if refusal := broadcast_text(refusal, f"run lock {model_dir}", _TIMEOUT_S):
+      raise ValueError(f"MODEL_DIR {os.fspath(model_dir)} {refusal} (--gin.MODEL_DIR=\"'...'\")")
     yield
 
 
-def _lock(path: epath.Path, stack: contextlib.ExitStack) -> str:
-  """Locks a file until `stack` ends, and writes the process into it; returns why it cannot, or ""."""
-  file = stack.enter_context(open(path, "a+"))  # noqa: SIM115
+def _lock(file: Any) -> str:
+  """Locks a file until it is closed, and writes the process into it; returns why it cannot, or ""."""
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError:
     file.seek(0)
     return (
-      f"MODEL_DIR {path.parent} {_IN_USE}: {file.read().strip()}. Two runs in one folder would mix their "
-      "checkpoints. Wait until that run ends, stop it, or give this run its own folder "
-      f"(--gin.MODEL_DIR=\"'...'\"). {LOCK_FILE} in the folder names the other run."
+      f"is in use by another training run: {file.read().strip()}. Wait until that run ends, stop it, or "
+      "give this run its own folder"
     )
   except OSError as error:  # as on a Lustre that is mounted without flock
     _log.warning("MODEL_DIR is not locked: %s", error.strerror)
-  if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), os.stat(path))):
-    return _lock(path, stack)  # The run before removed the file after it was opened here.
-  stack.callback(path.unlink, missing_ok=True)
-  job = os.environ.get("SLURM_JOB_ID")
   since = time.strftime("%Y-%m-%d %H:%M:%S %z")
   file.truncate(0)
-  file.write(
-    f"process {os.getpid()} on {socket.gethostname()}{f', Slurm job {job}' if job else ''}, since {since}\n"
-  )
+  file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
   file.flush()
   return ""
 
@@ -112,24 +93,31 @@ class Retention:
 
   Attributes:
     directory: the folder of checkpoints.
-    keep: how many of the latest checkpoints are kept; with `best`, how many of the best beside the
+    keep: how many of the latest checkpoints are kept; with `metric`, how many of the best beside the
       latest; None for all.
     force_keep_period: multiples of this step are kept too.
-    best: the metric that decides which checkpoints are best.
+    metric: RUN/TAG of the metric that decides which checkpoints are best, such as 'train/accuracy' or
+      'inference_eval/glue_cola_v002/eval/accuracy'.
+    mode: 'max' if larger values are better, 'min' if smaller values are.
+    keep_unknown: whether checkpoints without a value of the metric are kept.
     protected: steps that are always kept, such as the one that a run started from.
   """
 
   directory: epath.PathLike
   keep: int | None = None
   force_keep_period: int | None = None
-  best: BestMetric | None = None
+  metric: str | None = None
+  mode: str = "max"
+  keep_unknown: bool = True
   protected: set[int] = dataclasses.field(default_factory=set)
 
   def __post_init__(self) -> None:
-    if self.keep is not None and self.keep < 1:
+    check_one_of("metric_mode", self.mode, ("max", "min"))
+    if self.metric is not None and "/" not in self.metric:
       raise ValueError(
-        f"SaveCheckpointConfig.keep must be at least 1, or None to keep every checkpoint; got "
-        f"{self.keep}, which would delete all of them"
+        f"metric_name_to_monitor must be RUN/TAG, got {self.metric!r}. RUN is the folder of "
+        "TensorBoard's files under MODEL_DIR and TAG the name of the metric in them, as in "
+        "'train/accuracy'"
       )
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -143,15 +131,29 @@ class Retention:
     """Returns which of `steps`, in ascending order, are to be deleted."""
     if self.keep is None:
       return set()
-    if self.best is None:
+    if self.metric is None:
       return {step for step in steps[: -self.keep] if not self._is_always_kept(step)}
     # As in T5X, checkpoints that are always kept do not count. The latest is kept in any case.
-    counted = [step for step in steps if step == steps[-1] or not self._is_always_kept(step)]
-    return self.best.steps_to_delete(self.directory, counted, self.keep)
+    older = [step for step in steps[:-1] if not self._is_always_kept(step)]
+    if len(older) <= self.keep:
+      return set()
+    values = populate_metrics_for_steps(self.directory, self.metric, older)
+    if not values:
+      _log.warning(
+        f"TensorBoard's files under {self.directory} have no value of {self.metric!r} "
+        "(metric_name_to_monitor) for any checkpoint"
+      )
+    if self.keep_unknown:
+      older = [step for step in older if step in values]
+    sign = 1 if self.mode == "max" else -1
+    goodness = {step: sign * value for step, value in values.items() if not math.isnan(value)}
+    # The sort is stable, so the oldest of equal checkpoints come first.
+    worst_first = sorted(older, key=lambda step: goodness.get(step, -math.inf))
+    return set(worst_first[: max(0, len(older) - self.keep)])
 
   def _is_always_kept(self, step: int) -> bool:
     is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
-    is_pinned = is_pinned_checkpoint(checkpoint_folders.checkpoint_path(self.directory, step))
+    is_pinned = is_pinned_checkpoint(checkpoint_path(self.directory, step))
     return step in self.protected or is_multiple or is_pinned
 
 
@@ -177,17 +179,8 @@ def unpin_checkpoint(ckpt_dir: epath.PathLike) -> None:
 
 def remove_checkpoint_dir(ckpt_dir: epath.PathLike) -> None:
   """Deletes the checkpoint in `ckpt_dir` unless it is pinned."""
-  folder = epath.Path(ckpt_dir)
-  if is_pinned_checkpoint(folder) or not folder.exists():
-    return
-  if os.fspath(folder).startswith("gs://"):
-    folder.rmtree()
-    return
-  removed = folder.parent / REMOVED_FOLDER
-  removed.mkdir(exist_ok=True)
-  (removed / folder.name).rmtree(missing_ok=True)
-  folder.rename(removed / folder.name)
-  delete_removed(folder.parent, with_folder=True)
+  if not is_pinned_checkpoint(ckpt_dir):
+    epath.Path(ckpt_dir).rmtree(missing_ok=True)
 
 
 def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) -> None:
@@ -198,99 +191,9 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
   folder = epath.Path(ckpt_dir)
   if is_pinned_checkpoint(folder):
     return
-  for parent in (folder, folder / checkpoint_folders.DATASET_ITEM):
-    for position in checkpoint_folders.files_matching(parent, f"{train_ds_prefix}*"):
-      if position.is_dir():
-        position.rmtree()
-      else:
-        position.unlink()
-
-
-def remove_old_dataset_positions(directory: epath.PathLike, keep: int) -> None:
-  """Deletes the dataset positions of all but the last `keep` complete checkpoints."""
-  steps = checkpoint_folders.all_steps(directory)
-  for step in steps[: max(0, len(steps) - keep)]:
-    remove_dataset_checkpoint(checkpoint_folders.checkpoint_path(directory, step), DATASET_PREFIX)
-
-
-def delete_removed(directory: epath.PathLike, with_folder: bool = False) -> None:
-  """Deletes the checkpoints that this run or an earlier one moved to `.removed`, on process 0.
-
-  Args:
-    with_folder: delete the folder `.removed` too; only while no checkpoint is being moved to it.
-  """
-  folder = epath.Path(directory) / REMOVED_FOLDER
-  if jax.process_index() != 0 or not folder.is_dir():
-    return
-  for checkpoint in folder.iterdir():
-    try:
-      # Of a link, only the link is deleted; its target is kept.
-      checkpoint.unlink() if os.path.islink(checkpoint) else checkpoint.rmtree()
-    except OSError as error:
-      _log.warning("an old checkpoint could not be deleted: %s", error)
-  if with_folder and not any(folder.iterdir()):
-    folder.rmdir()
-
-
-@dataclasses.dataclass(frozen=True)
-class BestMetric:
-  """The metric that decides which checkpoints are kept (T5X's arguments of SaveBestCheckpointer).
-
-  Attributes:
-    name: RUN/TAG, such as 'train/accuracy' or 'inference_eval/glue_cola_v002/eval/accuracy'.
-    mode: 'max' if larger values are better, 'min' if smaller values are.
-    keep_unknown: whether checkpoints without a value of the metric are kept.
-  """
-
-  name: str
-  mode: str = "max"
-  keep_unknown: bool = True
-
-  def __post_init__(self) -> None:
-    if self.mode not in ("max", "min"):
-      raise ValueError(f"metric_mode must be 'max' or 'min', got {self.mode!r}")
-    if "/" not in self.name:
-      raise ValueError(
-        f"metric_name_to_monitor must be RUN/TAG, got {self.name!r}. RUN is the folder of "
-        "TensorBoard's files under MODEL_DIR and TAG the name of the metric in them, as in "
-        "'train/accuracy' or 'training_eval/TASK/loss_per_nonpadding_target_token'"
-      )
-
-  def steps_to_delete(self, directory: epath.PathLike, steps: Sequence[int], keep: int) -> set[int]:
-    """Returns the steps to delete: all but the latest and the `keep` best ones.
-
-    Args:
-      directory: the folder of checkpoints, which also contains TensorBoard's files.
-      steps: the steps of complete checkpoints, in ascending order.
-      keep: how many of the best to keep beside the latest.
-    """
-    older = list(steps[:-1])
-    if len(older) <= keep:
-      return set()
-    values = populate_metrics_for_steps(directory, self.name, older)
-    if not values:
-      _report_no_values(
-        os.fspath(directory), self.name, "all" if self.keep_unknown else "the latest"
-      )
-    if self.keep_unknown:
-      older = [step for step in older if step in values]
-    sign = 1 if self.mode == "max" else -1
-
-    def goodness(step: int) -> float:
-      value = values.get(step, math.nan)
-      return -math.inf if math.isnan(value) else sign * value
-
-    # The sort is stable, so the oldest of equal checkpoints come first.
-    worst_first = sorted(older, key=goodness)
-    return set(worst_first[: max(0, len(older) - keep)])
-
-
-@functools.cache
-def _report_no_values(directory: str, name: str, kept: str) -> None:
-  _log.warning(
-    f"TensorBoard's files under {directory} have no value of {name!r} (metric_name_to_monitor) for any "
-    f"checkpoint, so {kept} checkpoints are kept instead of the best"
-  )
+  for parent in (folder, folder / DATASET_ITEM):
+    for position in files_matching(parent, f"{train_ds_prefix}*"):
+      position.rmtree() if position.is_dir() else position.unlink()
 
 
 def populate_metrics_for_steps(
@@ -307,7 +210,7 @@ def populate_metrics_for_steps(
   parts = metric_name.split("/")
   for depth in range(len(parts) - 1, 0, -1):
     run = epath.Path(checkpoints_dir).joinpath(*parts[:depth])
-    values = _read_scalars(run, "/".join(parts[depth:])) if run.is_dir() else {}
+    values = _read_scalars(run, "/".join(parts[depth:]))
     if found := {step: value for step, value in values.items() if step in wanted}:
       return found
   return {}
@@ -319,7 +222,7 @@ def _read_scalars(run: epath.Path, tag: str) -> dict[int, float]:
   from tensorboard.util import tensor_util
 
   values = {}
-  for file in (f for f in checkpoint_folders.files_matching(run, "*tfevents*") if f.is_file()):
+  for file in files_matching(run, "*tfevents*"):
     for event in EventFileLoader(os.fspath(file)).Load():
       for value in event.summary.value:
         if value.tag == tag:

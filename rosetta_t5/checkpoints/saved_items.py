@@ -1,11 +1,12 @@
-"""The items of a checkpoint: the train state and the position in the training data, and the errors of saving them."""
+"""The items of a checkpoint: the train state, and the position in the training data."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-import shutil
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,17 +17,14 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.checkpoint_folders import all_steps, checkpoint_path, files_matching
+from rosetta_t5.checkpoints.checkpoint_folders import files_matching
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.user_errors import exit_on_user_error, reason_of
+from rosetta_t5.user_errors import exit_on_user_error
 
 PyTree = Any
 SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
-# Messages by which TensorStore's errors about the disk are recognized.
-_DISK_MESSAGES = ("No space left", "Permission denied", "Read-only file system", "quota")
 DATASET_PREFIX = "train_ds"
 # The run fact that stores the shapes of the batches. A position is valid only for these shapes.
 BATCH_FACT = "dataset_batch"
@@ -63,12 +61,6 @@ def get_local_data(x: Any) -> Any:
   return np.asarray(x.addressable_data(0)) if isinstance(x, jax.Array) else x
 
 
-def step_number(train_state: Any) -> int:
-  """Returns the step of a train state as a Python integer."""
-  step = train_state.step
-  return int(step.get() if isinstance(step, LazyArray) else get_local_data(step))
-
-
 def apply_save_transformations(
   train_state: Any, partitioner: BasePartitioner, transformations: Sequence[SaveTransformation]
 ) -> PyTree:
@@ -99,23 +91,7 @@ def leaf_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
     params_dtype: the dtype of floating-point parameters; None for their own.
   """
   is_converted = name.startswith("target/") and jnp.issubdtype(dtype, jnp.floating)
-  return params_dtype if is_converted and params_dtype is not None else dtype
-
-
-def parse_float_dtype(dtype: Any, field: str) -> Any:
-  """Returns `dtype` (a name or a dtype) as a dtype; None stays None.
-
-  Raises:
-    ValueError: it is not a floating-point dtype.
-  """
-  if dtype is None:
-    return None
-  with contextlib.suppress(TypeError):
-    if jnp.issubdtype(found := jnp.dtype(dtype), jnp.floating):
-      return found
-  raise ValueError(
-    f"{field} must be a floating-point dtype, such as 'float32' or 'bfloat16', got {dtype!r}"
-  )
+  return jnp.dtype(params_dtype) if is_converted and params_dtype is not None else dtype
 
 
 @contextlib.contextmanager
@@ -145,44 +121,20 @@ def end_run_if_a_write_fails(handler: Any, make_error: Callable[[Exception], Exc
   """
   original = handler.async_save
 
+  def finish(write: Any, timeout: float | None = None) -> Any:
+    try:
+      return write.result(timeout)
+    except Exception as error:
+      with contextlib.suppress(SystemExit), exit_on_user_error():
+        raise make_error(error) from error
+      raise
+
   async def async_save(*args: Any, **options: Any) -> list[Any]:
-    return [_Write(write, make_error) for write in await original(*args, **options) or ()]
+    writes = await original(*args, **options) or ()
+    return [types.SimpleNamespace(result=functools.partial(finish, write)) for write in writes]
 
   if jax.process_count() > 1:
     handler.async_save = async_save
-
-
-@dataclasses.dataclass(frozen=True)
-class _Write:
-  """A write of Orbax in the background."""
-
-  write: Any
-  make_error: Callable[[Exception], Exception]
-
-  def result(self, timeout: float | None = None) -> Any:
-    try:
-      return self.write.result(timeout)
-    except Exception as error:
-      with contextlib.suppress(SystemExit), exit_on_user_error():
-        raise self.make_error(error) from error
-      raise
-
-
-def save_error(directory: epath.Path, step: int, error: Exception) -> CheckpointSaveError:
-  """Returns the error for the checkpoint of `step` that could not be saved in `directory`."""
-  complete = [s for s in all_steps(directory) if s != step]
-  last = f"the last complete one is step {complete[-1]}" if complete else "there is no complete one"
-  purpose = " to resume from there" if complete else ""
-  is_disk_error = isinstance(error, OSError) or any(m in str(error) for m in _DISK_MESSAGES)
-  advice = "free some space or set a writable MODEL_DIR, then " if is_disk_error else ""
-  disk = next(
-    (folder for folder in (directory, *directory.parents) if os.path.exists(folder)), None
-  )
-  free = f"{shutil.disk_usage(disk).free / 1e9:.1f} GB are free on that disk. " if disk else ""
-  return CheckpointSaveError(
-    f"checkpoint {checkpoint_path(directory, step)} could not be saved: {reason_of(error)}. {free}In this "
-    f"folder {last}; {advice}start the run again{purpose}."
-  )
 
 
 def dataset_filename(shard_id: int, num_shards: int) -> str:
@@ -254,24 +206,3 @@ def batch_shapes(iterator: Any) -> dict[str, list[int]]:
   """Returns {feature: shape of a batch} of an iterator; {} if it does not provide them."""
   spec = getattr(iterator, "element_spec", None) or {}
   return {name: list(map(int, leaf.shape)) for name, leaf in sorted(spec.items())}
-
-
-def check_batch_shapes(folder: epath.Path, stored: Any, iterator: Any) -> None:
-  """Raises ValueError if the position in `folder` was stored for batches of other shapes.
-
-  Args:
-    stored: `batch_shapes` of the run that wrote it; None if that run stored none.
-  """
-  current = batch_shapes(iterator)
-  if not stored or not current or stored == current:
-    return
-  differences = [
-    f"{name}: {stored.get(name, 'none')} stored, {current.get(name, 'none')} now"
-    for name in sorted({*stored, *current})
-    if stored.get(name) != current.get(name)
-  ]
-  raise ValueError(
-    f"checkpoint {folder} contains a position in data with other batches "
-    f"({'; '.join(differences[:4])}). BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the "
-    "position refers to other examples. Restore these settings"
-  )

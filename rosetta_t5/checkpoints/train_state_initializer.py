@@ -269,22 +269,13 @@ def restore(
     paths: one path, or several.
     fallback_state: nested state dict that provides what the checkpoint lacks.
   """
-  if not isinstance(paths, str):
-    states = [restore(checkpoint_manager, path, restore_cfg, fallback_state) for path in paths]
-    return states[0] if len(states) == 1 else states
-  options: dict[str, Any] = {}
-  restore_one: Callable[..., Any] = checkpoint_manager.restore
-  if isinstance(checkpoint_manager, OrbaxCheckpointManagerInterface):
-    # Users' own manager classes have only T5X's arguments.
-    options = {"restore_dataset": restore_cfg.restore_dataset, "strict": restore_cfg.strict}
-    if checkpoint_manager.user_restore is not None:
-      restore_one, options = checkpoint_manager.user_restore, {}
-  return restore_one(
-    path=paths,
-    fallback_state=fallback_state,
-    state_transformation_fns=restore_cfg.state_transformation_fns,
-    **options,
-  )
+  options: dict[str, Any] = {
+    "fallback_state": fallback_state,
+    "state_transformation_fns": restore_cfg.state_transformation_fns,
+  }
+  given = [paths] if isinstance(paths, str) else paths
+  states = [checkpoint_manager.restore(path=path, **options) for path in given]
+  return states[0] if len(states) == 1 else states
 
 
 def check_compatibility(

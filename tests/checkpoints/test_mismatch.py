@@ -114,7 +114,9 @@ def test_only_missing_names_come_from_the_fallback_state(setup, make_setup, tmp_
   saved(setup, tmp_path)
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
   scratch = renamed.state(seed=5)
-  restored = renamed.manager(tmp_path).restore(fallback_state=scratch.state_dict(), strict=False)
+  manager = renamed.manager(tmp_path)
+  manager.strict = False
+  restored = manager.restore(fallback_state=scratch.state_dict())
   np.testing.assert_array_equal(restored.params["wo_0"], scratch.params["wo_0"])
   np.testing.assert_array_equal(restored.params["wi"], setup.state().params["wi"])
   with pytest.raises(CheckpointMismatchError, match=r"1 unexpected"):

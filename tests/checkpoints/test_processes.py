@@ -83,7 +83,7 @@ def test_both_processes_report_that_a_folder_is_in_use(saved_by_two):
     statuses, outputs = two_processes(folder, "restart")
   assert statuses == [1, 1]
   for output in outputs:
-    assert f"ModelDirInUseError: MODEL_DIR {folder} is in use by another training" in output
+    assert f"ValueError: MODEL_DIR {folder} is in use by another training" in output
 
 
 @pytest.mark.slow

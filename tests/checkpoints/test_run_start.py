@@ -312,7 +312,7 @@ def test_a_dataset_position_for_another_batch_size_is_an_error(setup, counter, t
   counter.element_spec = {"inputs": jax.ShapeDtypeStruct((16, 64), np.int32)}
   with pytest.raises(
     ValueError,
-    match=r"inputs: \[8, 64\] stored, \[16, 64\] now\). BATCH_SIZE.*ignore_dataset_until=1",
+    match=r"batches of .*\[8, 64\].*have .*\[16, 64\].*BATCH_SIZE.*ignore_dataset_until=1",
   ):
     begin(setup, tmp_path, save, ds_iter=counter)
 
