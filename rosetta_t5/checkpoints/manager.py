@@ -14,12 +14,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5 import manifest
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import checkpoint_folders, saved_items
-from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, STATE_ITEM
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
@@ -193,8 +191,10 @@ class OrbaxCheckpointManagerInterface:
       return step in self._steps
     self.wait_until_finished()
     transformations = state_transformation_fns or self.state_transformation_fns
-    state = saved_items.apply_save_transformations(train_state, self._partitioner, transformations)
-    items: dict[str, Any] = {STATE_ITEM: self._state_args(state)}
+    state = saved_items.state_args(
+      train_state, self._partitioner, transformations, self._save_dtype
+    )
+    items: dict[str, Any] = {STATE_ITEM: state}
     self._pending_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
       items[DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
@@ -295,15 +295,9 @@ class OrbaxCheckpointManagerInterface:
     strict: bool = True,
     translator: CheckpointTranslator | None = None,
   ) -> TrainState:
-    """Returns the train state of a Mesh TensorFlow checkpoint.
+    """Returns the train state of the Mesh TensorFlow checkpoint with a prefix or in a folder.
 
-    Args:
-      path_or_dir: the checkpoint's prefix or folder.
-      strict: raise an error for names that the train state does not have.
-      translator: renames the checkpoint's entries; None for the rules of T5 1.0 and 1.1.
-
-    Raises:
-      CheckpointMismatchError: names or shapes differ.
+    `translator` renames its entries; None stands for the rules of T5 1.0 and 1.1.
     """
     return restore_train_state(
       path_or_dir,
@@ -334,20 +328,6 @@ class OrbaxCheckpointManagerInterface:
         "--gin.utils.RestoreCheckpointConfig.restore_dataset=False or, if it is in MODEL_DIR, "
         f"--gin.utils.SaveCheckpointConfig.ignore_dataset_until={checkpoint_folders.step_of(folder)}"
       ) from error
-
-  def _state_args(self, state_dict: Mapping[str, Any]) -> ocp.args.PyTreeSave:
-    replicated = NamedSharding(self._partitioner.mesh, PartitionSpec())
-    leaves = {
-      name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, replicated)
-      for name, leaf in flatten_arrays(state_dict).items()
-    }
-    save_args = {
-      name: ocp.SaveArgs(dtype=saved_items.leaf_dtype(name, leaf.dtype, self._save_dtype))
-      for name, leaf in leaves.items()
-    }
-    return ocp.args.PyTreeSave(
-      item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
-    )
 
   def _dataset_handler(self) -> saved_items.DatasetCheckpointHandler:
     layout = self._partitioner.get_data_layout()

@@ -15,9 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
+from rosetta_t5.checkpoints.arrays.state_dicts import (
+  flatten_arrays,
+  flatten_state_dict,
+  unflatten_state_dict,
+)
 from rosetta_t5.checkpoints.checkpoint_folders import files_matching
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error
@@ -61,25 +65,42 @@ def get_local_data(x: Any) -> Any:
   return np.asarray(x.addressable_data(0)) if isinstance(x, jax.Array) else x
 
 
-def apply_save_transformations(
-  train_state: Any, partitioner: BasePartitioner, transformations: Sequence[SaveTransformation]
-) -> PyTree:
-  """Returns the train state's nested dict after T5X's save-time `state_transformation_fns`.
+def state_args(
+  train_state: Any,
+  partitioner: BasePartitioner,
+  transformations: Sequence[SaveTransformation],
+  params_dtype: Any,
+) -> ocp.args.PyTreeSave:
+  """Returns Orbax's arguments that save a train state.
 
   Args:
-    transformations: each `fn(state_dict, parameter_infos)` returns both of them, changed.
+    train_state: the state.
+    partitioner: specifies the mesh.
+    transformations: T5X's `state_transformation_fns`: each `fn(state_dict, parameter_infos)` returns
+      both of them, changed.
+    params_dtype: the dtype of floating-point parameters; None for their own.
   """
   state_dict = train_state.state_dict()
-  if not transformations:
-    return state_dict
-  axes = flatten_state_dict(partitioner.get_mesh_axes(train_state).state_dict())
-  flat = flatten_state_dict(state_dict)
-  infos = unflatten_state_dict(
-    {name: ParameterInfo(name, np.shape(leaf), axes.get(name)) for name, leaf in flat.items()}
+  if transformations:
+    axes = flatten_state_dict(partitioner.get_mesh_axes(train_state).state_dict())
+    flat = flatten_state_dict(state_dict)
+    infos: Any = unflatten_state_dict(
+      {name: ParameterInfo(name, np.shape(leaf), axes.get(name)) for name, leaf in flat.items()}
+    )
+    for transform in transformations:
+      state_dict, infos = transform(state_dict, infos)
+  replicated = NamedSharding(partitioner.mesh, PartitionSpec())
+  leaves = {
+    name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, replicated)
+    for name, leaf in flatten_arrays(state_dict).items()
+  }
+  save_args = {
+    name: ocp.SaveArgs(dtype=leaf_dtype(name, leaf.dtype, params_dtype))
+    for name, leaf in leaves.items()
+  }
+  return ocp.args.PyTreeSave(
+    item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
   )
-  for transform in transformations:
-    state_dict, infos = transform(state_dict, infos)
-  return state_dict
 
 
 def leaf_dtype(name: str, dtype: Any, params_dtype: Any) -> Any:
