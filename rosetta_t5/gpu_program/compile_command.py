@@ -12,23 +12,20 @@ import inspect
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import PartitionSpec, use_abstract_mesh
 
 from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
-from rosetta_t5.gpu_program.compiler import compile_program
-from rosetta_t5.gpu_program.hlo import parse_program
-from rosetta_t5.gpu_program.kernels import KINDS
-from rosetta_t5.gpu_program.roofline import TimedCollective, sum_by_kind, time_program
-from rosetta_t5.gpu_program.summary import Summary, as_json, sum_by_source, summarize
+from rosetta_t5.gpu_program.hlo import LiveArray, live_arrays, parse_program
+from rosetta_t5.gpu_program.kernels import KINDS, Collective
+from rosetta_t5.gpu_program.roofline import Timeline, sum_by_kind, sum_by_source, time_program
 from rosetta_t5.networks.kernel_choice import KernelChoice
-from rosetta_t5.networks.kernel_measurement import attention_cases, case_program, usable_kernels
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
@@ -36,6 +33,7 @@ from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.memory import size_text
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
+from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.training.trainer import trainer_to_compile
@@ -110,30 +108,58 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   options = xla_options(args.devices)
   lowered, computation = lower_step(plan, args.step, gpu)
   program = compiler.compile_program(lowered, options)
+  parsed = parse_program(program.hlo)
+  # Decoding is counted as if no text ended early.
+  trips = plan.lengths["decoder"] if args.step == "predict" else 1
+  timeline = time_program(parsed, gpu, plan.mesh, trips)
+  live = live_arrays(program.assignment, program.live_ranges, parsed)
+  memory = program.memory
+  parts = {
+    "arguments": memory.argument_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "outputs": memory.output_size_in_bytes
+    - memory.alias_size_in_bytes,  # that overwrite no arguments
+  }
   flops, is_exact = plan.flops
-  summary = summarize(
-    program,
-    gpu,
-    plan.mesh,
-    plan.dataset_cfg.batch_size,
-    flops=flops if is_exact and args.step == "train" else None,
-    # Decoding is counted as if no text ended early.
-    unknown_trips=plan.lengths["decoder"] if args.step == "predict" else 1,
-  )
+  peak = timeline.seconds * args.devices * gpu.bfloat16
+  mfu = flops / peak if is_exact and args.step == "train" else None
+  speed = plan.dataset_cfg.batch_size / timeline.seconds
   if args.hlo:
     write_atomically(args.hlo, program.hlo)
   if args.json:
-    facts = {"jax": jax.__version__, "computes": computation, "flags": options}
-    write_atomically(args.json, json.dumps(facts | as_json(summary), indent=1))
+    facts = {
+      "jax": jax.__version__,
+      "computes": computation,
+      "flags": options,
+      "gpu": gpu.name,
+      "mesh": dict(plan.mesh),
+      "compile_seconds": program.seconds,
+      "memory": {**parts, "peak": sum(parts.values()), "live_at_peak": [x._asdict() for x in live]},
+      "kernels_by_kind": sum_by_kind(timeline.kernels),
+      **dataclasses.asdict(timeline),
+      "least_step_seconds": timeline.seconds,
+      "seconds_by_bound": timeline.seconds_by_bound,
+      "most_sequences_per_second": speed,
+      "largest_mfu": mfu,
+    }
+    write_atomically(args.json, json.dumps(facts, indent=1))
   flags = " ".join(f"--{name}={value}" for name, value in options.items()) or "XLA's defaults"
+  bounds = timeline.seconds_by_bound.items()
+  bounds_text = ", ".join(f"{seconds * 1e3:.1f} ms {bound}" for bound, seconds in bounds)
+  mfu_text = "" if mfu is None else f", an MFU of {mfu:.1%}"
   return [
     ("computes", computation),
     ("flags", flags),
     ("compiled", f"the {args.step} step in {program.seconds:.0f} s, for {args.devices} {gpu.name}"),
-    *_memory_rows(summary, args.top),
-    *_kernel_rows(summary, args.top),
-    *_collective_rows(summary, args.top),
-    *_time_rows(summary),
+    *_memory_rows(parts, live, gpu, args.top),
+    *_kernel_rows(timeline, args.top),
+    *_collective_rows(timeline, args.top),
+    ("step", f"at least {timeline.seconds * 1e3:.4g} ms, bound by: {bounds_text}"),
+    (
+      "speed",
+      f"at most {speed:,.0f} sequences/s, {speed / args.devices:,.1f} per GPU{mfu_text} "
+      "(upper bounds: every kernel at the GPU's data sheet)",
+    ),
   ]
 
 
@@ -148,28 +174,24 @@ def xla_options(devices: int) -> dict[str, Any]:
   return {name: booleans.get(value.lower(), value) for name, _, value in pairs}
 
 
-def _memory_rows(summary: Summary, top: int) -> Rows:
-  gpu = summary.gpu
-  fits = "fits" if summary.peak <= USABLE * gpu.memory else "DOES NOT FIT"
-  text = (
-    f"{size_text(summary.peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; "
-    f"arguments {size_text(summary.arguments)}, temporaries {size_text(summary.temporaries)}, "
-    f"new outputs {size_text(summary.outputs)}"
-  )
-  groups: collections.Counter[tuple[str, str]] = collections.Counter()
-  counts: collections.Counter[tuple[str, str]] = collections.Counter()
-  for each in summary.live:
-    groups[each.shape, each.source] += each.bytes
-    counts[each.shape, each.source] += 1
+def _memory_rows(parts: Mapping[str, int], live: Sequence[LiveArray], gpu: Gpu, top: int) -> Rows:
+  peak = sum(parts.values())
+  fits = "fits" if peak <= USABLE * gpu.memory else "DOES NOT FIT"
+  text = f"{size_text(peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; "
+  text += ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+  sizes: collections.Counter[tuple[str, str]] = collections.Counter()
+  counts = collections.Counter((each.shape, each.source) for each in live)
+  for each in live:
+    sizes[each.shape, each.source] += each.bytes
   arrays = [
     f"  {size_text(size):>8}  {counts[shape, source]:3} × {shape}  {source[:70]}"
-    for (shape, source), size in groups.most_common(top)
+    for (shape, source), size in sizes.most_common(top)
   ]
   return labeled("memory", [text, *(["live at the peak:", *arrays] if arrays else [])])
 
 
-def _kernel_rows(summary: Summary, top: int) -> Rows:
-  sums = sum_by_kind(summary.timeline.kernels)
+def _kernel_rows(timeline: Timeline, top: int) -> Rows:
+  sums = sum_by_kind(timeline.kernels)
   total = sum(row["count"] for row in sums.values())
   lines = [
     f"{total:.0f} in a step, with their minimum time:",
@@ -183,58 +205,34 @@ def _kernel_rows(summary: Summary, top: int) -> Rows:
       )
   slowest = [
     f"{seconds * 1e3:9.2f} ms  {count:4} × {kind}: {source[:80] or 'the step itself'}"
-    for kind, source, count, seconds in sum_by_source(summary.timeline)[:top]
+    for kind, source, count, seconds in sum_by_source(timeline)[:top]
   ]
-  resources = [
-    f"{each.name}: {each.registers} registers, {each.spilled} bytes spilled, "
-    f"{each.shared_memory / 1024:.0f} KiB shared memory, occupancy {each.occupancy:.0%}"
-    for each in summary.resources
-  ]
-  return [
-    *labeled("kernels", lines),
-    *labeled("longest", slowest),
-    *(labeled("Triton", resources) if resources else []),
-  ]
+  return [*labeled("kernels", lines), *labeled("longest", slowest)]
 
 
-def _collective_rows(summary: Summary, top: int) -> Rows:
+def _collective_rows(timeline: Timeline, top: int) -> Rows:
   """Returns a table of the collectives, added up by kind and axes, and the longest waits."""
-  groups: dict[str, list[TimedCollective]] = collections.defaultdict(list)
-  for each in summary.timeline.collectives:
+  groups: dict[str, list[Collective]] = collections.defaultdict(list)
+  for each in timeline.collectives:
     link = "network" if each.leaves_node else "NVLink"
-    axes = ", ".join(each.call.axes) or "no mesh axis"
-    groups[f"{each.call.kind} over {axes} by {link}"].append(each)
-  if not groups:
-    return []
+    axes = ", ".join(each.axes) or "no mesh axis"
+    groups[f"{each.kind} over {axes} by {link}"].append(each)
   lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]
   for name, members in groups.items():
     calls = sum(each.count for each in members)
-    sent = sum(each.count * each.call.sent for each in members)
+    sent = sum(each.count * each.sent for each in members)
     seconds = sum(each.count * each.seconds for each in members)
-    exposed = sum(each.count * each.exposed for each in members)
+    exposed = sum(each.count * each.exposed_seconds for each in members)
     lines.append(f"{calls:9} {sent / 1e9:8.3f} {seconds * 1e3:8.2f} {exposed * 1e3:8.2f}  {name}")
-  waits = sorted(summary.timeline.collectives, key=lambda each: -each.count * each.exposed)[:top]
+  waits = sorted(timeline.collectives, key=lambda each: -each.count * each.exposed_seconds)[:top]
   longest = [
-    f"{each.count * each.exposed * 1e3:9.2f} ms  {each.call.kind} of {size_text(each.call.size)} in "
-    f"{each.call.arrays} array{'s' * (each.call.arrays != 1)}, overlapped by {each.overlapping} kernels: "
-    f"{each.call.source[:60] or 'the step itself'}"
+    f"{each.count * each.exposed_seconds * 1e3:9.2f} ms  {each.kind} of {size_text(each.size)} in "
+    f"{each.arrays} array{'s' * (each.arrays != 1)}, overlapped by {each.overlapping_kernels} kernels: "
+    f"{each.source[:60] or 'the step itself'}"
     for each in waits
-    if each.exposed > 0
+    if each.exposed_seconds > 0
   ]
-  return [*labeled("sends", lines), *(labeled("waits for", longest) if longest else [])]
-
-
-def _time_rows(summary: Summary) -> Rows:
-  bounds = summary.timeline.seconds_by_bound
-  parts = ", ".join(f"{seconds * 1e3:.1f} ms {bound}" for bound, seconds in bounds.items())
-  speed = summary.sequences_per_second
-  text = f"at most {speed:,.0f} sequences/s, {speed / summary.devices:,.1f} per GPU"
-  if summary.mfu is not None:
-    text += f", an MFU of {summary.mfu:.1%}"
-  return [
-    ("step", f"at least {summary.timeline.seconds * 1e3:.4g} ms, bound by: {parts}"),
-    ("speed", f"{text} (upper bounds: every kernel at the GPU's data sheet)"),
-  ]
+  return [*(labeled("sends", lines) if groups else []), *labeled("waits for", longest)]
 
 
 STEPS = ("train", "eval", "predict", "score")
@@ -258,17 +256,18 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   # As in `train`: such runs use XLA's own random numbers.
   if plan["random_seed"] is None or plan["use_hardware_rng"]:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-  partitioner = plan["partitioner"]
+  partitioner, cfg = plan["partitioner"], plan.dataset_cfg
   fp8 = choose_fp8(plan["te_config_cls"], partitioner.mesh.devices.flat[0])
   model = with_fp8(plan["model"], fp8)
   # Delayed scaling adds variables to the train state.
   arguments = {**plan.resolved.arguments, "model": model}
   plan = Plan(dataclasses.replace(plan.resolved, arguments=arguments), gpu)
-  batch = batch_shapes(model, plan.dataset_cfg)
+  batch = batch_shapes(model, cfg)
   kernel = None
   if step == "train" and getattr(model.network_config, "attention_kernel", None) == "auto":
-    kernel = choose_kernel_by_roofline(model, batch, partitioner.mesh, gpu)
-    model = replace_config(model, attention_kernel=kernel.name)
+    name = fastest_kernel(model, plan.lengths, cfg, plan.mesh, gpu) or "xla"
+    kernel = KernelChoice(name, "auto, as `plan` expects; a run measures")
+    model = replace_config(model, attention_kernel=name)
   computation = describe_computation(model, fp8, kernel) or ""
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
@@ -276,30 +275,6 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
     plan["trainer_cls"], model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
-
-
-def choose_kernel_by_roofline(
-  model: Any, batch: Mapping[str, Any], mesh: Mesh, gpu: Gpu
-) -> KernelChoice:
-  """Returns the attention kernel with the minimum time for the model's shapes, as `auto` might choose."""
-  one = Mesh(mesh.devices.ravel()[:1], ("data",), axis_types=(AxisType.Auto,))
-  sharding = NamedSharding(one, PartitionSpec())
-  seconds = dict.fromkeys(usable_kernels(model, batch, mesh.shape), 0.0)
-  if len(seconds) == 1:
-    return KernelChoice("xla", "auto: no other kernel supports this model")
-  for case in attention_cases(model.network_config, batch, dict(mesh.shape)):
-    for name in seconds:
-      run, inputs = case_program(case, name)
-      shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), inputs
-      )
-      with jax.set_mesh(one):
-        lowered = jax.jit(run).lower(*shapes)
-      program = parse_program(compile_program(lowered).hlo)
-      seconds[name] += case.layers * time_program(program, gpu, {"data": 1}).seconds
-  best = min(seconds, key=lambda name: seconds[name])
-  times = ", ".join(f"{name} {1e3 * least:.3g} ms" for name, least in seconds.items())
-  return KernelChoice(best, f"auto, by roofline: {times}; a run measures")
 
 
 def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:

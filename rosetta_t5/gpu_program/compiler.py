@@ -40,8 +40,6 @@ class CompiledProgram:
     memory: jax's memory analysis.
     assignment: XLA's report on where it puts each array in memory.
     live_ranges: XLA's report on when each array exists.
-    launches: XLA's list of the kernels with their grids, threads and shared memory.
-    ptx: the code of the kernels that XLA and Triton generated, one text per file.
   """
 
   hlo: str
@@ -49,8 +47,6 @@ class CompiledProgram:
   memory: Any
   assignment: str
   live_ranges: str
-  launches: str
-  ptx: tuple[str, ...]
 
 
 def check_installed() -> None:
@@ -78,11 +74,10 @@ def gpu_devices(gpu: Gpu, count: int) -> list[Any]:
   """Returns `count` devices of this kind in nodes of eight. They can be compiled for, but not used.
 
   Raises:
-    ValueError: the compiler is not installed, or the last node would not be full.
+    ValueError: the last node would not be full.
   """
   from jax.experimental import topologies
 
-  check_installed()
   nodes, rest = divmod(count, GPUS_PER_NODE)
   if nodes and rest:
     raise ValueError(
@@ -114,17 +109,16 @@ def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> Comp
     compiled = lowered.compile(compiler_options=OPTIONS | (options or {}) | dump)
     seconds = time.monotonic() - started
 
-    def read(suffix: str) -> list[str]:
-      return [path.read_text() for path in sorted(pathlib.Path(folder).glob(f"*{suffix}"))]
+    def read(suffix: str) -> str:
+      texts = (path.read_text() for path in pathlib.Path(folder).glob(f"*{suffix}"))
+      return max(texts, key=len, default="")
 
     return CompiledProgram(
       hlo=compiled.as_text(),
       seconds=seconds,
       memory=compiled.memory_analysis(),
-      assignment=max(read("-buffer-assignment.txt"), key=len, default=""),
-      live_ranges=max(read("-live-range.txt"), key=len, default=""),
-      launches=max(read(".thunk_sequence.txt"), key=len, default=""),
-      ptx=tuple(read(".ptx")),
+      assignment=read("-buffer-assignment.txt"),
+      live_ranges=read("-live-range.txt"),
     )
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -169,8 +170,7 @@ _RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _INDEX = re.compile(r"\bindex=(\d+)")
 
 
-@dataclasses.dataclass(frozen=True)
-class LiveArray:
+class LiveArray(NamedTuple):
   """An array that is live at the peak: its type and shape, its source, its bytes."""
 
   shape: str
@@ -178,23 +178,13 @@ class LiveArray:
   bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Buffer:
-  """A piece of memory, which can hold several arrays one after the other."""
-
-  allocation: str
-  offset: int
-  bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _LiveRange:
-  """An array, and the first and last position in the schedule at which it is in its buffer."""
+class _LiveRange(NamedTuple):
+  """A part of an instruction's result, and when in the schedule it is in its buffer."""
 
   start: int
   end: int
   instruction: Instruction
-  index: str
+  part: str
 
 
 def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
@@ -206,42 +196,46 @@ def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[Liv
     program: the same program.
   """
   ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
-  changes: collections.Counter[int] = collections.Counter()
-  for buffer, members in ranges_of.items():
-    for start, end in _merged(members):
-      changes[start] += buffer.bytes
-      changes[end + 1] -= buffer.bytes
-  times = sorted(changes)
-  sums = list(itertools.accumulate(changes[time] for time in times))
-  peak = times[sums.index(max(sums))] if sums else 0
+  used = np.zeros(
+    1 + max((live.end for members in ranges_of.values() for live in members), default=0)
+  )
+  for (_, _, size), members in ranges_of.items():
+    is_used = np.zeros(used.shape, bool)
+    for live in members:
+      is_used[live.start : live.end + 1] = True
+    used += size * is_used
+  peak = used.argmax()
   found = []
-  for buffer, members in ranges_of.items():
-    # The last one to arrive, if one array overwrites another.
-    present = [live for live in members if live.start <= peak <= live.end]
-    if present:
+  for (_, _, size), members in ranges_of.items():
+    if present := [live for live in members if live.start <= peak <= live.end]:
+      # The last one to arrive, if one array overwrites another.
       live = max(present, key=lambda live: live.start)
-      found.append(_described(live, buffer))
+      number = int(live.part.split(",")[0]) if live.part else 0
+      arrays = live.instruction.arrays
+      array = arrays[min(number, len(arrays) - 1)]
+      shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
+      source = short_source(live.instruction.source) or live.instruction.name
+      found.append(LiveArray(shape, source, size))
   return sorted(found, key=lambda each: -each.bytes)
 
 
 def _ranges_by_buffer(
   assignment: str, live_ranges: str, program: Program
-) -> dict[_Buffer, list[_LiveRange]]:
-  """Returns the arrays in each buffer."""
-  buffers: dict[tuple[str, str], _Buffer] = {}
+) -> dict[tuple[str, int, int], list[_LiveRange]]:
+  """Returns the arrays in each buffer: (allocation, offset, bytes), which can hold one after the other."""
+  buffers: dict[tuple[str, str], tuple[str, int, int]] = {}
   parts = _ALLOCATION.split(assignment)
   for number, text in zip(parts[1::2], parts[2::2], strict=True):
     for name, index, size, offset in _PLACED.findall(text):
-      buffers[name, index] = _Buffer(number, int(offset), int(size))
-  ranges_of: dict[_Buffer, list[_LiveRange]] = collections.defaultdict(list)
+      buffers[name, index] = number, int(offset), int(size)
+  ranges_of = collections.defaultdict(list)
   aliases = _Aliases(program)
   ranges, _, _ = live_ranges.partition("(peak)")
   for name, index, start, end in _RANGE.findall(ranges):
-    instruction = aliases.defined.get(name)
-    found = (buffers.get(alias) for alias in aliases.of(name, index))
-    buffer = next((each for each in found if each is not None), None)
-    if buffer is not None and instruction is not None:
-      ranges_of[buffer].append(_LiveRange(int(start), int(end), instruction, index))
+    buffer = next((buffers[a] for a in aliases.of(name, index) if a in buffers), None)
+    if buffer is not None:
+      live = _LiveRange(int(start), int(end), aliases.defined[name], index)
+      ranges_of[buffer].append(live)
   return ranges_of
 
 
@@ -295,26 +289,6 @@ class _Aliases:
       yield instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
     elif instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
       yield instruction.operands[0], path
-
-
-def _merged(ranges: list[_LiveRange]) -> Iterator[tuple[int, int]]:
-  """Yields the periods in which a buffer is in use."""
-  ordered = sorted((live.start, live.end) for live in ranges)
-  start, end = ordered[0]
-  for following, last in ordered[1:]:
-    if following > end:
-      yield start, end
-      start = following
-    end = max(end, last)
-  yield start, end
-
-
-def _described(live: _LiveRange, buffer: _Buffer) -> LiveArray:
-  instruction = live.instruction
-  number = int(live.index.split(",")[0]) if live.index else 0
-  array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
-  shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-  return LiveArray(shape, short_source(instruction.source) or instruction.name, buffer.bytes)
 
 
 def short_source(op_name: str) -> str:

@@ -1,21 +1,15 @@
-"""Which kernels a GPU program starts, what each computes, and which bytes and registers it needs.
-
-What a kernel needs of a streaming multiprocessor is what NVIDIA's assembler reports.
-"""
+"""Which kernels and collectives a GPU program starts, what each computes, and which bytes it moves."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 import re
-import subprocess
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
-from rosetta_t5.gpu_program.compiler import CompiledProgram
+import numpy as np
+
 from rosetta_t5.gpu_program.hlo import Instruction, Program, short_source
-from rosetta_t5.telemetry.gpus import Gpu
 
 MATMUL = "matmuls (cuBLASLt)"
 FP8_MATMUL = "fp8 matmuls (cuBLASLt)"
@@ -55,6 +49,9 @@ class Kernel:
     flops: the floating-point operations of its matmuls.
     dtype: the type of the matmuls' operands, as XLA writes it; "" without matmuls.
     bytes: the bytes that it reads from and writes to the GPU's memory, if each operand is read once.
+    count: how often a step starts it.
+    seconds: the minimum time of one run.
+    bound: what bounds that time (see `roofline`).
   """
 
   name: str
@@ -63,6 +60,9 @@ class Kernel:
   flops: float
   dtype: str
   bytes: float
+  count: int = 1
+  seconds: float = 0.0
+  bound: str = ""
 
 
 def kernel_of(program: Program, computation: str, instruction: Instruction) -> Kernel | None:
@@ -217,103 +217,107 @@ def _users(fused: dict[str, Instruction], name: str) -> Iterator[tuple[Instructi
         yield user, name
 
 
-_REGISTERS = 2**16  # of a streaming multiprocessor
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)")
-_TARGET = re.compile(r"\.target\s+(\w+)")
-_USED = re.compile(
-  r"Function properties for ([\w$]+)\s.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-  r".*?Used (\d+) registers",
-  re.DOTALL,
+# Kind → the bytes that one of n devices sends in a ring, for one byte of its operand.
+_SENT = {
+  "all-reduce": lambda n: 2 * (n - 1) / n,
+  "all-gather": lambda n: n - 1,
+  "reduce-scatter": lambda n: (n - 1) / n,
+  "all-to-all": lambda n: (n - 1) / n,
+  "collective-permute": lambda n: 1,
+}
+_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(
+  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
 )
-_LAUNCH = re.compile(
-  r"\] (\w+) grid: \[[\d, ]*\] threads: \[([\d, ]*)\]\s+shared_memory: (\d+) bytes"
-)
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
 @dataclasses.dataclass(frozen=True)
-class KernelResources:
-  """What one kernel needs.
+class Collective:
+  """A collective of the program.
 
   Attributes:
-    name: the kernel's name.
-    registers: per thread.
-    spilled: the bytes per thread that do not fit into registers, written and read.
-    shared_memory: bytes per block.
-    threads: per block.
-    occupancy: the share of a multiprocessor's threads that can be resident, from 0 to 1.
+    name: the instruction that starts it.
+    kind: such as all-reduce.
+    source: what in the model needs it.
+    axes: the mesh axes whose devices take part.
+    size: the bytes of its operands on one device.
+    sent: the bytes that one device sends.
+    arrays: the number of arrays that are sent together.
+    count: how often a step starts it.
+    seconds: the minimum time of one run.
+    exposed_seconds: the part of these seconds in which the kernels wait for it.
+    overlapping_kernels: the number of kernels between its start and the wait for it.
+    leaves_node: whether it uses the network between nodes.
   """
 
   name: str
-  registers: int
-  spilled: int
-  shared_memory: int
-  threads: int
-  occupancy: float
+  kind: str
+  source: str
+  axes: tuple[str, ...]
+  size: float
+  sent: float
+  arrays: int
+  count: int = 1
+  seconds: float = 0.0
+  exposed_seconds: float = 0.0
+  overlapping_kernels: int = 0
+  leaves_node: bool = False
 
 
-def kernel_resources(
-  program: CompiledProgram, names: Collection[str], gpu: Gpu
-) -> list[KernelResources]:
-  """Returns what the kernels with these names need, each variant of a kernel once.
-
-  Args:
-    names: the names of kernels, without the numbers that XLA appends.
-
-  Raises:
-    ValueError: the assembler is not installed, or does not accept the code.
-  """
-  launches = {
-    name: (threads, shared) for name, threads, shared in _LAUNCH.findall(program.launches)
-  }
-  wanted = [text for text in program.ptx if any(_base(e) in names for e in _ENTRY.findall(text))]
-  found = []
-  for name, stores, loads, registers in (used for text in wanted for used in _assemble(text)):
-    if _base(name) not in names or name not in launches:
-      continue  # another kernel in the same file, or one that the program does not start
-    threads, shared = launches[name]
-    block = int(threads.split(",")[0])
-    resident = _resident_threads(int(registers), int(shared), block, gpu)
-    spilled = int(stores) + int(loads)
-    found.append(
-      KernelResources(name, int(registers), spilled, int(shared), block, resident / gpu.threads)
-    )
-  return sorted(found, key=lambda each: each.name)
+def collective_of(
+  program: Program, computation: str, instruction: Instruction, mesh: Mapping[str, int]
+) -> Collective | None:
+  """Returns the collective that an instruction starts; None if it starts none."""
+  operands = list(program.operands(computation, instruction))
+  if instruction.opcode == "async-start":
+    inside = [i for name in instruction.called for i in program.computations[name].values()]
+    instruction = next((i for i in inside if i.opcode in _SENT), instruction)
+  kind = instruction.opcode.removesuffix("-start")
+  if kind not in _SENT:
+    return None
+  group = _group(instruction.attributes, math.prod(mesh.values()))
+  size = float(sum(operand.bytes for operand in operands))
+  return Collective(
+    name=instruction.name,
+    kind=kind,
+    source=short_source(instruction.source),
+    axes=_axes(group, mesh),
+    size=size,
+    sent=size * _SENT[kind](max(len(group), 1)),
+    arrays=sum(len(operand.arrays) for operand in operands),
+  )
 
 
-def _base(entry: str) -> str:
-  return re.sub(r"_+\d+$", "", entry)
+def _group(attributes: str, devices: int) -> list[int]:
+  """Returns the first group of devices, as positions in the mesh; of pairs, the first that moves data."""
+  if found := _LISTED.search(attributes):
+    return [int(number) for number in found[1].split(",") if number]
+  if found := _PAIRS.search(attributes):
+    pairs = re.findall(r"(\d+),(\d+)", found[1])
+    return next(([int(a), int(b)] for a, b in pairs if a != b), [0])
+  if found := _IOTA.search(attributes):
+    return _device_grid(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0].tolist()
+  if found := _NAMED.search(attributes):
+    sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+    named = re.findall(r"'([^']+)'", found[4])
+    grid = _device_grid(found[2] or ",".join(sizes.values()), found[3])
+    grid = grid.reshape([int(size) for size in sizes.values()])
+    return grid[tuple(slice(None) if name in named else 0 for name in sizes)].ravel().tolist()
+  assert "replica_groups=" not in attributes or "replica_groups={}" in attributes, attributes[:300]
+  return list(range(devices))
 
 
-def _resident_threads(registers: int, shared: int, block: int, gpu: Gpu) -> int:
-  """Returns how many threads fit on a multiprocessor, in whole blocks."""
-  # Registers are allocated to warps in units of 256, and each block uses 1 kB of shared memory itself.
-  per_warp = -(-registers * 32 // 256) * 256
-  by_registers = _REGISTERS // (per_warp * (block // 32))
-  by_shared_memory = gpu.shared_memory // (shared + 1024)
-  return min(by_registers, by_shared_memory, gpu.threads // block) * block
+def _device_grid(shape: str, order: str | None) -> np.ndarray:
+  """Returns the numbers of the devices in this shape, such as "4,2", with transposed dimensions."""
+  sizes = [int(size) for size in shape.split(",")]
+  axes = [int(axis) for axis in order.split(",")] if order else range(len(sizes))
+  return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
 
 
-def _assemble(ptx: str) -> Iterable[tuple[str, str, str, str]]:
-  """Returns name, bytes of spill stores and loads, and registers of each kernel in a PTX file."""
-  target = _TARGET.search(ptx)
-  command = [
-    _find_ptxas(),
-    "-v",
-    f"-arch={target[1] if target else 'sm_90'}",
-    "-o",
-    "/dev/null",
-    "-",
-  ]
-  done = subprocess.run(command, input=ptx, capture_output=True, text=True, check=False)
-  if done.returncode:
-    raise ValueError(f"ptxas does not accept a kernel of the program: {done.stderr[:500]}")
-  return _USED.findall(done.stderr)
-
-
-def _find_ptxas() -> str:
-  """Returns the path of NVIDIA's assembler, which jax[cuda13] installs."""
-  spec = importlib.util.find_spec("nvidia")
-  for folder in spec.submodule_search_locations or () if spec else ():
-    for path in sorted(pathlib.Path(folder).glob("*/bin/ptxas")):
-      return str(path)
-  raise ValueError("ptxas is not installed: pip install nvidia-cuda-nvcc")
+def _axes(group: list[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the mesh axes along which the devices of a group differ."""
+  coordinates = np.array(np.unravel_index(group, tuple(mesh.values())))
+  differs = (coordinates != coordinates[:, :1]).any(axis=1)
+  return tuple(name for name, is_different in zip(mesh, differs, strict=True) if is_different)

@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-
-from rosetta_t5.gpu_program.hlo import Instruction, Program, short_source
-from rosetta_t5.gpu_program.kernels import Kernel, kernel_of
+from rosetta_t5.gpu_program.hlo import Instruction, Program
+from rosetta_t5.gpu_program.kernels import Collective, Kernel, collective_of, kernel_of
 from rosetta_t5.plan.estimate import seconds_on_links
 from rosetta_t5.telemetry.gpus import Gpu
 
@@ -31,37 +27,6 @@ COLLECTIVE_SECONDS = 10e-6
 MATMULS, MEMORY, LAUNCHES, INTERCONNECT = "matmuls", "memory", "launches", "interconnect"
 
 
-@dataclasses.dataclass(frozen=True)
-class TimedKernel:
-  """A kernel, how often a step starts it, the minimum time of one run, and what bounds that time."""
-
-  kernel: Kernel
-  count: int
-  seconds: float
-  bound: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedCollective:
-  """A collective of a step.
-
-  Attributes:
-    call: the collective.
-    count: how often a step starts it.
-    seconds: the minimum time of one run.
-    exposed: the part of these seconds in which the kernels wait for it.
-    overlapping: the number of kernels between its start and the wait for it.
-    leaves_node: whether it uses the network between nodes.
-  """
-
-  call: CollectiveCall
-  count: int
-  seconds: float
-  exposed: float
-  overlapping: int
-  leaves_node: bool
-
-
 @dataclasses.dataclass
 class Timeline:
   """The schedule of a step.
@@ -69,12 +34,10 @@ class Timeline:
   Attributes:
     kernels: all kernels, in order.
     collectives: all collectives, in the order in which they end.
-    seconds: the time of the step.
   """
 
-  kernels: list[TimedKernel] = dataclasses.field(default_factory=list)
-  collectives: list[TimedCollective] = dataclasses.field(default_factory=list)
-  seconds: float = 0.0
+  kernels: list[Kernel] = dataclasses.field(default_factory=list)
+  collectives: list[Collective] = dataclasses.field(default_factory=list)
 
   @property
   def seconds_by_bound(self) -> dict[str, float]:
@@ -82,19 +45,13 @@ class Timeline:
     total = dict.fromkeys((MATMULS, MEMORY, LAUNCHES, INTERCONNECT), 0.0)
     for each in self.kernels:
       total[each.bound] += each.count * each.seconds
-    total[INTERCONNECT] += sum(each.count * each.exposed for each in self.collectives)
+    total[INTERCONNECT] += sum(each.count * each.exposed_seconds for each in self.collectives)
     return total
 
-
-def time_kernel(kernel: Kernel, gpu: Gpu) -> tuple[float, str]:
-  """Returns the minimum time of a kernel in seconds, and what bounds it."""
-  bounds = {
-    MATMULS: kernel.flops / gpu.peak(kernel.dtype) if kernel.flops else 0.0,
-    MEMORY: kernel.bytes / gpu.bandwidth,
-    LAUNCHES: LAUNCH_SECONDS,
-  }
-  bound = max(bounds, key=lambda name: bounds[name])
-  return bounds[bound], bound
+  @property
+  def seconds(self) -> float:
+    """The time of the step."""
+    return sum(self.seconds_by_bound.values())
 
 
 def time_program(
@@ -108,21 +65,9 @@ def time_program(
   """
   scheduler = _Scheduler(program, gpu, mesh, unknown_trips)
   scheduler.run(program.entry, 1)
-  scheduler.end_all()
-  timeline = scheduler.timeline
-  timeline.seconds = sum(timeline.seconds_by_bound.values())
-  return timeline
-
-
-@dataclasses.dataclass
-class _Running:
-  """A collective that has been started: when it ends, and the kernels that have started since."""
-
-  call: CollectiveCall
-  seconds: float
-  leaves_node: bool
-  ends: float
-  kernels_before: int
+  for name in list(scheduler.running):  # not waited for in the computation that started them
+    scheduler.end(name, 1)
+  return scheduler.timeline
 
 
 @dataclasses.dataclass
@@ -134,7 +79,8 @@ class _Scheduler:
     timeline: the schedule so far.
     now: the time of the kernels' stream.
     links_free: when the links between GPUs are free again.
-    running: the collectives that have been started, by the instruction that starts them.
+    running: by the instruction that starts it, a collective, when it ends, and how many kernels were
+      started before it.
   """
 
   program: Program
@@ -144,7 +90,7 @@ class _Scheduler:
   timeline: Timeline = dataclasses.field(default_factory=Timeline)
   now: float = 0.0
   links_free: float = 0.0
-  running: dict[str, _Running] = dataclasses.field(default_factory=dict)
+  running: dict[str, tuple[Collective, float, int]] = dataclasses.field(default_factory=dict)
 
   def run(self, computation: str, count: int) -> None:
     """Runs a computation that a step executes `count` times."""
@@ -155,13 +101,14 @@ class _Scheduler:
           self.run(name, count * times)
           self.now += (times - 1) * (self.now - started)
       elif instruction.opcode.endswith("-done"):
-        self._wait_for(instruction, count)
-      elif call := collective_of(self.program, computation, instruction, self.mesh):
-        self._start(instruction, call, count)
+        for name in instruction.operands:
+          self.end(name, count)
+      elif collective := collective_of(self.program, computation, instruction, self.mesh):
+        self._start(instruction.name, collective)
+        if not instruction.opcode.endswith("-start"):
+          self.end(instruction.name, count)
       elif kernel := kernel_of(self.program, computation, instruction):
-        seconds, bound = time_kernel(kernel, self.gpu)
-        self.timeline.kernels.append(TimedKernel(kernel, count, seconds, bound))
-        self.now += seconds
+        self._compute(kernel, count)
 
   def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
     """Yields the computations that an instruction calls, and how often.
@@ -169,150 +116,67 @@ class _Scheduler:
     Of a conditional, only the last branch counts, which `jax.lax.cond` runs if its predicate is true. The
     condition of a loop does not count, because it only compares two numbers.
     """
-    if instruction.opcode == "conditional":
-      yield from ((name, 1) for name in instruction.called[-1:])
-      return
+    called = instruction.called[-1:] if instruction.opcode == "conditional" else instruction.called
     known = instruction.backend_config.get("known_trip_count", {}).get("n", self.unknown_trips)
-    times = int(known) if instruction.opcode == "while" else 1
-    for name in instruction.called:
-      yield name, times
+    for name in called:
+      yield name, int(known) if instruction.opcode == "while" else 1
 
-  def _start(self, instruction: Instruction, call: CollectiveCall, count: int) -> None:
-    seconds, leaves_node = seconds_on_links(call.sent, call.axes, self.mesh, self.gpu, 1.0)
+  def _compute(self, kernel: Kernel, count: int) -> None:
+    bounds = {
+      MATMULS: kernel.flops / self.gpu.peak(kernel.dtype) if kernel.flops else 0.0,
+      MEMORY: kernel.bytes / self.gpu.bandwidth,
+      LAUNCHES: LAUNCH_SECONDS,
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    timed = dataclasses.replace(kernel, count=count, seconds=bounds[bound], bound=bound)
+    self.timeline.kernels.append(timed)
+    self.now += timed.seconds
+
+  def _start(self, name: str, collective: Collective) -> None:
+    axes = collective.axes
+    seconds, leaves_node = seconds_on_links(collective.sent, axes, self.mesh, self.gpu, 1.0)
     seconds = max(seconds, COLLECTIVE_SECONDS)
     self.links_free = max(self.now, self.links_free) + seconds
-    started = len(self.timeline.kernels)
-    running = _Running(call, seconds, leaves_node, self.links_free, started)
-    self.running[instruction.name] = running
-    if not instruction.opcode.endswith("-start"):
-      self._end(running, count)
+    timed = dataclasses.replace(collective, seconds=seconds, leaves_node=leaves_node)
+    self.running[name] = timed, self.links_free, len(self.timeline.kernels)
 
-  def _wait_for(self, instruction: Instruction, count: int) -> None:
-    for name in instruction.operands:
-      if running := self.running.pop(name, None):
-        self._end(running, count)
-
-  def end_all(self) -> None:
-    """Ends what has been started and is not waited for in the computation that started it."""
-    for name in list(self.running):
-      self._end(self.running.pop(name), 1)
-
-  def _end(self, running: _Running, count: int) -> None:
-    exposed = max(running.ends - self.now, 0.0)
+  def end(self, name: str, count: int) -> None:
+    """Waits for a collective, if an instruction of this name has started one."""
+    if name not in self.running:
+      return
+    collective, ends, kernels_before = self.running.pop(name)
+    exposed = max(ends - self.now, 0.0)
     self.now += exposed
-    overlapping = len(self.timeline.kernels) - running.kernels_before
-    self.timeline.collectives.append(
-      TimedCollective(
-        running.call, count, running.seconds, exposed, overlapping, running.leaves_node
-      )
+    timed = dataclasses.replace(
+      collective,
+      count=count,
+      exposed_seconds=exposed,
+      overlapping_kernels=len(self.timeline.kernels) - kernels_before,
     )
+    self.timeline.collectives.append(timed)
 
 
-def sum_by_kind(kernels: Iterable[TimedKernel]) -> dict[str, dict[str, float]]:
+def sum_by_kind(kernels: Iterable[Kernel]) -> dict[str, dict[str, float]]:
   """Returns for each kind of kernel its number, FLOPs, bytes and seconds in a step."""
   sums: dict[str, dict[str, float]] = collections.defaultdict(
     lambda: dict.fromkeys(("count", "flops", "bytes", "seconds"), 0.0)
   )
   for each in kernels:
-    row = sums[each.kernel.kind]
+    row = sums[each.kind]
     row["count"] += each.count
-    row["flops"] += each.count * each.kernel.flops
-    row["bytes"] += each.count * each.kernel.bytes
+    row["flops"] += each.count * each.flops
+    row["bytes"] += each.count * each.bytes
     row["seconds"] += each.count * each.seconds
   return dict(sums)
 
 
-# Kind → the bytes that one of n devices sends in a ring, for one byte of its operand.
-_SENT = {
-  "all-reduce": lambda n: 2 * (n - 1) / n,
-  "all-gather": lambda n: n - 1,
-  "reduce-scatter": lambda n: (n - 1) / n,
-  "all-to-all": lambda n: (n - 1) / n,
-  "collective-permute": lambda n: 1,
-}
-_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-_IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_NAMED = re.compile(
-  r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
-)
-_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectiveCall:
-  """A collective of the program.
-
-  Attributes:
-    name: the instruction that starts it.
-    kind: such as all-reduce.
-    source: what in the model needs it.
-    axes: the mesh axes whose devices take part.
-    size: the bytes of its operands on one device.
-    sent: the bytes that one device sends.
-    arrays: the number of arrays that are sent together.
-  """
-
-  name: str
-  kind: str
-  source: str
-  axes: tuple[str, ...]
-  size: float
-  sent: float
-  arrays: int
-
-
-def collective_of(
-  program: Program, computation: str, instruction: Instruction, mesh: Mapping[str, int]
-) -> CollectiveCall | None:
-  """Returns the collective that an instruction starts; None if it starts none."""
-  operands = list(program.operands(computation, instruction))
-  if instruction.opcode == "async-start":
-    inside = [i for name in instruction.called for i in program.computations[name].values()]
-    instruction = next((i for i in inside if i.opcode in _SENT), instruction)
-  kind = instruction.opcode.removesuffix("-start")
-  if kind not in _SENT:
-    return None
-  group = _group(instruction.attributes, math.prod(mesh.values()))
-  size = float(sum(operand.bytes for operand in operands))
-  return CollectiveCall(
-    name=instruction.name,
-    kind=kind,
-    source=short_source(instruction.source),
-    axes=_axes(group, mesh),
-    size=size,
-    sent=size * _SENT[kind](max(len(group), 1)),
-    arrays=sum(len(operand.arrays) for operand in operands),
-  )
-
-
-def _group(attributes: str, devices: int) -> list[int]:
-  """Returns the first group of devices, as positions in the mesh; of pairs, the first that moves data."""
-  if found := _LISTED.search(attributes):
-    return [int(number) for number in found[1].split(",") if number]
-  if found := _PAIRS.search(attributes):
-    pairs = re.findall(r"(\d+),(\d+)", found[1])
-    return next(([int(a), int(b)] for a, b in pairs if a != b), [0])
-  if found := _IOTA.search(attributes):
-    return _device_grid(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0].tolist()
-  if found := _NAMED.search(attributes):
-    sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-    named = re.findall(r"'([^']+)'", found[4])
-    grid = _device_grid(found[2] or ",".join(sizes.values()), found[3])
-    grid = grid.reshape([int(size) for size in sizes.values()])
-    return grid[tuple(slice(None) if name in named else 0 for name in sizes)].ravel().tolist()
-  assert "replica_groups=" not in attributes or "replica_groups={}" in attributes, attributes[:300]
-  return list(range(devices))
-
-
-def _device_grid(shape: str, order: str | None) -> np.ndarray:
-  """Returns the numbers of the devices in this shape, such as "4,2", with transposed dimensions."""
-  sizes = [int(size) for size in shape.split(",")]
-  axes = [int(axis) for axis in order.split(",")] if order else range(len(sizes))
-  return np.arange(math.prod(sizes)).reshape(sizes).transpose(axes)
-
-
-def _axes(group: list[int], mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the mesh axes along which the devices of a group differ."""
-  coordinates = np.array(np.unravel_index(group, tuple(mesh.values())))
-  differs = (coordinates != coordinates[:, :1]).any(axis=1)
-  return tuple(name for name, is_different in zip(mesh, differs, strict=True) if is_different)
+def sum_by_source(timeline: Timeline) -> list[tuple[str, str, int, float]]:
+  """Returns (kind, source, count, seconds) of the kernels, added up by source, slowest first."""
+  counts: collections.Counter[tuple[str, str]] = collections.Counter()
+  seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
+  for each in timeline.kernels:
+    key = (each.kind, each.source)
+    counts[key] += each.count
+    seconds[key] += each.count * each.seconds
+  order = sorted(seconds, key=lambda key: -seconds[key])
+  return [(*key, counts[key], seconds[key]) for key in order]

@@ -149,14 +149,7 @@ def test_program_contains_the_kernels_that_were_requested(case, programs):
   for kind in CASES[case][3]:
     assert result["kernels_by_kind"].get(kind, {}).get("count"), result["kernels_by_kind"].keys()
   if "auto" in case:
-    assert "attention by flash (auto, by roofline: xla " in result["computes"]
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if "packed" in case or "fsdp" in case])
-def test_our_attention_kernels_do_not_spill_registers(case, programs):
-  kernels = programs(case)["triton_kernels"]
-  assert kernels
-  assert {each["name"]: each["spilled"] for each in kernels if each["spilled"]} == {}
+    assert "attention by flash (auto, as `plan` expects" in result["computes"]
 
 
 def test_in_fp8_norms_write_their_results_only_in_fp8(programs):

@@ -19,8 +19,11 @@ pytestmark = pytest.mark.gpu_program
 # Set before jax looks for GPUs: its check of versions fails where cuPTI finds no driver.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
-from benchmarks.flash_kernels import KERNELS, compile_attention  # noqa: E402
-from rosetta_t5.gpu_program.kernels import kernel_resources  # noqa: E402
+from benchmarks.flash_kernels import (  # noqa: E402
+  KERNELS,
+  compile_attention,
+  kernel_resources,
+)
 from rosetta_t5.telemetry.gpus import GPUS  # noqa: E402
 
 # The instruction of each generation's tensor cores.
@@ -53,7 +56,7 @@ def assembler_messages(code: str) -> str:
 @pytest.mark.parametrize("gpu", MATMULS)
 def test_kernels_use_tensor_cores_and_do_not_spill(gpu, size, place):
   program = compile_attention(gpu, size, place)
-  kernels = kernel_resources(program, KERNELS, GPUS[gpu])
+  kernels = kernel_resources(program, GPUS[gpu])
   assert {kernel.name for kernel in kernels} == set(KERNELS)
   for kernel in kernels:
     (code,) = (text for text in program.ptx if re.search(rf"\.entry {kernel.name}\b", text))
