@@ -15,8 +15,13 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
 from rosetta_t5.distributed import Watchdog
-from rosetta_t5.inference.during_training import LossEvaluation, Values
-from rosetta_t5.inference.inference_evaluator import FOLDER, InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.evaluation import (
+  FOLDER,
+  InferenceEvaluator,
+  LossEvaluation,
+  Values,
+  plain_numbers,
+)
 from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.inference.sample_predictions import SampleLog
 from rosetta_t5.models import BaseModel
@@ -24,7 +29,6 @@ from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.metrics_manager import MetricsManager
 from rosetta_t5.telemetry.report import format_metrics_table
 from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.trained_model import OpenedModel
@@ -70,7 +74,7 @@ def evaluate(
     input_length_buckets: shorter lengths for batches of short inputs, such as (64, 128); see
       `inference.get_infer_fn`.
     num_eval_samples: the number of examples of each task that are shown with their predictions, on
-      the console, in TensorBoard and in OUTPUT_DIR/samples.jsonl. 0 shows none.
+      the console and in OUTPUT_DIR/samples.jsonl. 0 shows none.
 
   Returns:
     {step: {task: {metric: value}}}; processes other than the first have no values.
@@ -130,7 +134,6 @@ def evaluate(
     trainer = _make_trainer(training_evaluator_cls, loss_evaluation, state_axes, output_dir)
 
   samples = SampleLog(num_eval_samples, output_dir)
-  samples_manager = MetricsManager(FOLDER, output_dir)
   results: dict[int, Values] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
   with Watchdog() as watchdog:
@@ -150,12 +153,11 @@ def evaluate(
       _write_results(
         output_dir, int(state.step), dataset_cfg.split, counts, results[int(state.step)]
       )
-      samples.write(int(state.step), evaluator.samples, samples_manager)
+      samples.write(int(state.step), evaluator.samples)
       evaluated.add(path)
       duration = console.format_duration(time.monotonic() - started)
       terminal.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
-  samples_manager.close()
   if trainer is not None:
     trainer.close()
   if results:

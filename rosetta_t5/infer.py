@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
-from jax.experimental import multihost_utils
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
@@ -177,61 +174,28 @@ def infer(
   shard = f"{shard_id:05}-of-{num_shards:05}"
   with Watchdog() as watchdog:
     for task in examples.tasks:
-      result_file = _ResultFile(output_dir, f"{task.name}-{mode}.{file_extension}-{shard}")
-      if result_file.is_complete(settings):
+      name = f"{task.name}-{mode}.{file_extension}-{shard}"
+      results = result_files.TaskResults(
+        os.path.join(output_dir, name), f"{output_dir}/tmp-{task.name}-{shard}", settings
+      )
+      if results.is_complete():
         terminal.print_line(
-          f"{result_file.path} is complete: nothing was left to do. To compute it again, remove "
-          f"{result_file.marker.name} beside it"
+          f"{results.path} is complete: nothing was left to do. To compute it again, remove "
+          f"{name}{result_files.COMPLETED} beside it"
         )
         continue
-      chunk_dir = f"{output_dir}/tmp-{task.name}-{shard}"
-      vocabulary = task.output_features[output_vocab_feature_name].vocabulary
-      with (
-        result_files.open_chunk_folder(chunk_dir, result_file.name, settings) as folder,
-        explain_out_of_memory(INFERENCE),
-      ):
-        first = folder.num_complete()
+      with results.opened(), explain_out_of_memory(INFERENCE):
+        first = results.num_complete()
         if first:
-          terminal.print_line(f"continuing after {first} chunks in {folder.path}")
-        _infer_task(
-          infer_fn=infer_fn,
-          chunks=examples.chunks(task, checkpoint_period * batch_size, first),
-          write_chunk=functools.partial(_write_chunk, folder, write_fn, mode, vocabulary),
-          watchdog=watchdog,
-        )
-        result_file.finish(
-          folder, settings, int(state.step), merge_fn if merge_chunked_results else None
-        )
-
-
-def _model_settings(model: Any) -> dict[str, str]:
-  """Returns the attributes of a model and of its network's configuration, as texts without addresses."""
-  network = getattr(model, "network_config", None)
-  attributes = {**vars(model), **(vars(network) if dataclasses.is_dataclass(network) else {})}
-  # The module contains the configuration, and the optimizer does not change results.
-  for name in ("module", "optimizer_def"):
-    attributes.pop(name, None)
-  return {name: _text_of(attributes[name]) for name in sorted(attributes)}
-
-
-def _text_of(value: Any) -> str:
-  bound = config.bindings_of(value) if callable(value) else {}
-  text = f"{value!r} with {bound!r}" if bound else repr(value)
-  return re.sub(r" at 0x\w+", "", text)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-  """Runs `infer` with the arguments of the command line and its gin files (`python -m t5x.infer`)."""
-  config.run_from_command_line(infer, argv, describe_run)
-
-
-def update_measurement_series(series_name: str, step: int, value: float) -> None:
-  """Does nothing; replace it to record the durations of chunks (as in T5X)."""
-  del series_name, step, value
+          terminal.print_line(f"continuing after {first} chunks in {results.folder}")
+        vocabulary = task.output_features[output_vocab_feature_name].vocabulary
+        write_chunk = functools.partial(results.write, write_fn, mode, vocabulary)
+        chunks = examples.chunks(task, checkpoint_period * batch_size, first)
+        _infer_task(infer_fn, chunks, write_chunk, watchdog)
+        results.finish(int(state.step), merge_fn if merge_chunked_results else None)
 
 
 def _infer_task(
-  *,
   infer_fn: InferFn,
   chunks: Iterator[tuple[int, Any, Any]],
   write_chunk: Callable[[int, Any, Any], None],
@@ -247,12 +211,10 @@ def _infer_task(
       rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
       result = infer_fn(model_ds.enumerate(), rng=rng)
       outputs, aux = result if isinstance(result, tuple) else (result, {})
-      seconds = time.monotonic() - started
-      speed = len(outputs) / seconds
+      speed = len(outputs) / (time.monotonic() - started)
       terminal.print_line(f"chunk {number}: {len(outputs)} examples, {speed:.4g} a second")
       for note in notes_on_tokens_left_behind(aux):
         terminal.print_line(f"note     chunk {number}: {note}")
-      update_measurement_series("inference_total_sec", number, seconds)
       if jax.process_index() == 0:
         writer.submit(write_chunk, number, ([output for _, output in outputs], aux), task_ds)
     # The other processes wait for the first one, which writes.
@@ -261,65 +223,17 @@ def _infer_task(
     writer.shutdown(wait=True)
 
 
-def _write_chunk(
-  folder: result_files.ChunkFolder,
-  write_fn: Callable[..., None],
-  mode: str,
-  vocabulary: Any,
-  number: int,
-  inferences: tuple[Sequence[Any], Mapping[str, Any]],
-  task_ds: Any,
-) -> None:
-  started = time.monotonic()
-  write_fn(folder.chunk(number), inferences, task_ds, mode, vocabulary)
-  folder.mark_complete(number)
-  update_measurement_series("writing_total_sec", number, time.monotonic() - started)
+def _model_settings(model: Any) -> dict[str, str]:
+  """Returns the attributes of a model and of its network's configuration, as texts without addresses."""
+  network = getattr(model, "network_config", None)
+  attributes = {**vars(model), **(vars(network) if dataclasses.is_dataclass(network) else {})}
+  # The module contains the configuration, and the optimizer does not change results.
+  names = sorted(attributes.keys() - {"module", "optimizer_def"})
+  bindings = {name: config.bindings_of(x) for name, x in attributes.items() if callable(x)}
+  texts = {name: f"{attributes[name]!r} {bindings.get(name) or ''}".strip() for name in names}
+  return {name: re.sub(r" at 0x\w+", "", text) for name, text in texts.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _ResultFile:
-  """The file that all chunks are merged into; it is complete if a file `….COMPLETED` exists.
-
-  That file contains the settings with which the results were computed. T5X's is empty.
-  """
-
-  output_dir: FolderName
-  name: str
-
-  @property
-  def path(self) -> str:
-    return os.path.join(self.output_dir, self.name)
-
-  @property
-  def marker(self) -> epath.Path:
-    return epath.Path(self.path + result_files.COMPLETED)
-
-  def is_complete(self, settings: Mapping[str, Any]) -> bool:
-    """Returns whether the results are there; raises ValueError if other settings have given them."""
-    if not self.marker.exists():
-      return False
-    if self.marker.read_text():
-      result_files.check_same_settings(self.marker, settings, self.marker)
-    return True
-
-  def finish(
-    self,
-    folder: result_files.ChunkFolder,
-    settings: Mapping[str, Any],
-    step: int,
-    merge_fn: Callable[..., None] | None,
-  ) -> None:
-    """Merges the chunks on the first process, then removes them; the other processes wait."""
-    if not folder.num_complete():
-      raise ValueError(
-        f"the data for {self.name} has no examples: its split is empty, or has fewer examples than "
-        "infer.num_shards. Check DatasetConfig.split and the task's files"
-      )
-    if jax.process_index() == 0:
-      if merge_fn is not None:
-        merge_fn(self.output_dir, self.name, os.fspath(folder.path), step)
-      self.marker.write_text(json.dumps(settings))
-      if merge_fn is not None:
-        folder.path.rmtree()
-    terminal.print_line(f"results  {self.path if merge_fn is not None else folder.path}")
-    multihost_utils.sync_global_devices(f"{self.name}:complete")
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs `infer` with the arguments of the command line and its gin files (`python -m t5x.infer`)."""
+  config.run_from_command_line(infer, argv, describe_run)

@@ -13,7 +13,7 @@ import jax
 from rosetta_t5 import checkpoints, config, data, distributed, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
 from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
-from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
+from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
 from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, describe_computation, with_fp8
@@ -107,8 +107,8 @@ def train(
     te_config_cls: builds the `TransformerEngineConfig` that enables fp8 (NVIDIA's T5X); None for no
       fp8.
     num_eval_samples: the number of examples of each task that are shown with their predictions at
-      each evaluation, on the console, in TensorBoard and in MODEL_DIR/samples.jsonl. Where only the
-      loss is evaluated, a few held-out rows are decoded for it. 0 shows none.
+      each evaluation, on the console and in MODEL_DIR/samples.jsonl. Where only the loss is
+      evaluated, a few held-out rows are decoded for it. 0 shows none.
 
   Returns:
     (the number of completed steps, the train state).
@@ -152,12 +152,12 @@ def train(
     partitioner=partitioner,
   )
   predictions = PredictionEvaluation(
-    cfg=infer_eval_dataset_cfg,
-    evaluator_cls=inference_evaluator_cls,
-    model=model,
-    partitioner=partitioner,
-    model_dir=model_dir,
-    verify_matching_vocabs_fn=verify_matching_vocabs_fn,
+    infer_eval_dataset_cfg,
+    inference_evaluator_cls,
+    model,
+    partitioner,
+    model_dir,
+    verify_matching_vocabs_fn,
   )
 
   # State: restored from MODEL_DIR, else from the checkpoint to start from, else initialized.

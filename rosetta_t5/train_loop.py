@@ -15,7 +15,7 @@ import jax
 from clu import values as clu_values
 
 from rosetta_t5 import checkpoints, distributed, terminal
-from rosetta_t5.inference.during_training import LossEvaluation, PredictionEvaluation
+from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
@@ -320,7 +320,7 @@ class TrainLoop:
     if not self.concurrent_metrics:
       self._collect_predictions()
     if self.evaluation.cfg is not None or self.predictions.cfg is not None:
-      self._samples.write(step, self._make_samples, self.trainer.train_metrics_manager)
+      self._samples.write(step, self._make_samples)
     self._write_scalar("timing/evaluate_seconds", time.monotonic() - eval_started)
 
   def _make_samples(self, number: int) -> list[Sample]:

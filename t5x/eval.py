@@ -8,7 +8,7 @@ if __name__ == "__main__":
 from rosetta_t5.cli import run_module
 from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.eval import evaluate, main
-from rosetta_t5.inference.inference_evaluator import InferenceEvaluator
+from rosetta_t5.inference.evaluation import InferenceEvaluator
 
 if __name__ == "__main__":
   raise SystemExit(run_module("eval"))

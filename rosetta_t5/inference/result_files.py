@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
-from rosetta_t5 import files
+from rosetta_t5 import terminal
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.pipeline.data_description import compare_descriptions
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
-from rosetta_t5.files import read_json_object
+from rosetta_t5.files import exclusive_output, read_json_object
 from rosetta_t5.inference.infer_fn import array_to_lists
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
@@ -47,7 +48,7 @@ def check_output_dir(binding: str, folder: str) -> None:
   if "://" in folder:
     return
   path = pathlib.Path(folder).absolute()
-  existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
+  existing = next(p for p in (path, *path.parents) if p.exists())
   try:
     # Permissions do not show whether the file system is full, read-only or another user's.
     with tempfile.TemporaryFile(dir=existing):
@@ -136,66 +137,95 @@ def _to_json(value: Any) -> Any:
   return value
 
 
-class ChunkFolder:
-  """The chunks NAME-chunk00000, NAME-chunk00001, … of a task's results.
+class TaskResults:
+  """The result file of a task, and the chunks NAME-chunk00000, NAME-chunk00001, … that it is made of.
 
-  A run that was killed continues after the complete chunks. A chunk is complete if there is a file of
-  the same name with the suffix `.COMPLETED`.
+  A run that was killed continues after the complete chunks. A chunk is complete if there is a file of the
+  same name with the suffix `.COMPLETED`; so is the result file, whose second file contains the settings
+  with which it was computed. T5X's is empty.
+
+  Attributes:
+    path: the result file.
+    folder: the folder of the chunks.
   """
 
-  def __init__(self, folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]):
-    """Opens the folder of an earlier run, or creates it; for the arguments see `open_chunk_folder`."""
-    self.path = epath.Path(folder)
-    if jax.process_index() == 0:
-      self.path.mkdir(parents=True, exist_ok=True)
-    self._name = name
-    file = self.path / _SETTINGS
-    # Without a complete chunk the settings may change, for example after running out of memory.
-    if file.exists() and self._marker(0).exists():
-      check_same_settings(file, settings, self.path)
-    elif jax.process_index() == 0:
-      file.write_text(json.dumps(settings))
+  def __init__(self, path: str, folder: str, settings: Mapping[str, Any]):
+    """Describes the files.
+
+    Args:
+      path: the result file.
+      folder: the folder of the chunks, which need not exist.
+      settings: what determines the results (batch size, checkpoint, …); JSON can represent it.
+    """
+    self.path, self.folder, self._settings = path, epath.Path(folder), settings
+
+  def is_complete(self) -> bool:
+    """Returns whether the results are there; raises ValueError if other settings have given them."""
+    marker = epath.Path(self.path + COMPLETED)
+    if marker.exists() and marker.read_text():
+      check_same_settings(marker, self._settings, marker)
+    return marker.exists()
+
+  @contextlib.contextmanager
+  def opened(self) -> Iterator[None]:
+    """Inside the `with`, chunks can be written, and no other command can write them.
+
+    Raises:
+      ValueError: an earlier run with other settings has left chunks, or another command writes them.
+    """
+    with contextlib.ExitStack() as stack:
+      if jax.process_index() == 0:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if "://" not in os.fspath(self.folder):
+          stack.enter_context(exclusive_output(self.folder))
+      file = self.folder / _SETTINGS
+      # Without a complete chunk the settings may change, for example after running out of memory.
+      if file.exists() and epath.Path(self.chunk(0) + COMPLETED).exists():
+        check_same_settings(file, self._settings, self.folder)
+      elif jax.process_index() == 0:
+        file.write_text(json.dumps(self._settings))
+      yield
 
   def chunk(self, number: int) -> str:
     """Returns the path of a chunk."""
-    return os.fspath(self.path / f"{self._name}-chunk{number:05}")
+    return os.fspath(self.folder / f"{os.path.basename(self.path)}-chunk{number:05}")
 
-  def mark_complete(self, number: int) -> None:
-    """Records that a chunk has been written completely."""
-    self._marker(number).write_text("")
-
-  def _marker(self, number: int) -> epath.Path:
-    return epath.Path(self.chunk(number) + COMPLETED)
+  def write(
+    self,
+    write_fn: Callable[..., None],
+    mode: str,
+    vocabulary: Any,
+    number: int,
+    inferences: Inferences,
+    task_ds: Any,
+  ) -> None:
+    """Writes a chunk, and records that it is complete."""
+    write_fn(self.chunk(number), inferences, task_ds, mode, vocabulary)
+    epath.Path(self.chunk(number) + COMPLETED).write_text("")
 
   def num_complete(self) -> int:
     """Returns the number of complete chunks before the first incomplete one, on all processes."""
-    from jax.experimental import multihost_utils
-
-    number = next(n for n in itertools.count() if not self._marker(n).exists())
+    markers = (epath.Path(self.chunk(number) + COMPLETED) for number in itertools.count())
+    number = next(n for n, marker in enumerate(markers) if not marker.exists())
     # The first process writes the files, so the others may not see all of them yet.
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
-
-@contextlib.contextmanager
-def open_chunk_folder(
-  folder: str | os.PathLike[str], name: str, settings: Mapping[str, Any]
-) -> Iterator[ChunkFolder]:
-  """Yields the chunks of an earlier run, or none; no other command can write them meanwhile.
-
-  Args:
-    folder: the folder of the chunks.
-    name: the first part of the chunks' names.
-    settings: what determines their content (batch size, checkpoint, …); JSON can represent it.
-
-  Raises:
-    ValueError: an earlier run with other settings has left chunks in the folder, or another command
-      writes to it.
-  """
-  with contextlib.ExitStack() as stack:
-    if jax.process_index() == 0 and "://" not in os.fspath(folder):
-      os.makedirs(folder, exist_ok=True)
-      stack.enter_context(files.exclusive_output(folder))
-    yield ChunkFolder(folder, name, settings)
+  def finish(self, step: int, merge_fn: Callable[..., None] | None) -> None:
+    """Merges the chunks on the first process, then removes them; the other processes wait."""
+    output_dir, name = os.path.split(self.path)
+    if not self.num_complete():
+      raise ValueError(
+        f"the data for {name} has no examples: its split is empty, or has fewer examples than "
+        "infer.num_shards. Check DatasetConfig.split and the task's files"
+      )
+    if jax.process_index() == 0:
+      if merge_fn is not None:
+        merge_fn(output_dir, name, os.fspath(self.folder), step)
+      epath.Path(self.path + COMPLETED).write_text(json.dumps(self._settings))
+      if merge_fn is not None:
+        self.folder.rmtree()
+    terminal.print_line(f"results  {self.path if merge_fn is not None else self.folder}")
+    multihost_utils.sync_global_devices(f"{name}:complete")
 
 
 def check_same_settings(

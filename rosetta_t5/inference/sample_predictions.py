@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ FILE = "samples.jsonl"
 # a line of the console, and decoding them costs little, whatever the lengths of the data.
 _LENGTH = 64
 _CONSOLE_WIDTH = 120
-_CONSOLE_SAMPLES = 6  # of one evaluation; each task shows at least one.
+_CONSOLE_SAMPLES = 3  # of each task
 _MASK = "decoder_causal_attention"
 
 
@@ -40,36 +39,27 @@ class Sample(NamedTuple):
 
 
 class SampleLog:
-  """Shows samples on the console and in TensorBoard, and adds them to MODEL_DIR/samples.jsonl.
+  """Shows samples on the console, and adds them to MODEL_DIR/samples.jsonl.
 
   A run never ends because its model cannot make samples: the reason is printed once.
   """
 
-  def __init__(
-    self,
-    number: int,
-    model_dir: str,
-    print_line: Callable[[str], None] = terminal.print_line,
-  ):
+  def __init__(self, number: int, model_dir: str):
     """Prepares the log.
 
     Args:
       number: the number of samples of each task; 0 shows none.
       model_dir: the folder of the file.
-      print_line: prints a line on the console.
     """
-    self._number, self._print_line = number, print_line
+    self._number = number
     self._file = epath.Path(model_dir) / FILE
 
-  def write(
-    self, step: int, make_samples: Callable[[int], Sequence[Sample]], metrics_manager: Any
-  ) -> None:
+  def write(self, step: int, make_samples: Callable[[int], Sequence[Sample]]) -> None:
     """Shows the samples of one evaluation. All processes call it, and the first one writes.
 
     Args:
       step: the number of completed steps.
       make_samples: returns the samples; called with the number of samples of each task.
-      metrics_manager: the `MetricsManager` whose folder gets the text for TensorBoard.
     """
     if not self._number:
       return
@@ -82,47 +72,26 @@ class SampleLog:
       reason = reason_of(error)
     if not samples:
       self._number = 0  # On all processes, which predict together.
-      self._print_line(f"note     this run shows no sample predictions: {reason}")
+      terminal.print_line(f"note     this run shows no sample predictions: {reason}")
     elif jax.process_index() == 0:
-      self._write(step, samples, metrics_manager)
+      self._write(step, samples)
 
-  def _write(self, step: int, samples: Sequence[Sample], metrics_manager: Any) -> None:
+  def _write(self, step: int, samples: Sequence[Sample]) -> None:
     rows = [
       json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
     ]
     # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
     with terminal.optional_output(FILE), self._file.open("ab") as file:
       file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))
-    tasks = {
-      task: list(group) for task, group in itertools.groupby(samples, operator.attrgetter("task"))
-    }
-    texts = {f"samples/{task}": markdown_table(group) for task, group in tasks.items()}
-    metrics_manager.summary_writer.write_texts(step, texts)
-    shown = max(1, _CONSOLE_SAMPLES // len(tasks))
-    for task, group in tasks.items():
-      self._print_line(f"samples at step {step}  {task}")
-      for sample in group[:shown]:
+    for task, group in itertools.groupby(samples, operator.attrgetter("task")):
+      terminal.print_line(f"samples at step {step}  {task}")
+      for sample in itertools.islice(group, _CONSOLE_SAMPLES):
         for name in ("input", "target", "prediction"):
-          self._print_line(_one_line(f"  {name:11}", getattr(sample, name)))
-
-
-def markdown_table(samples: Sequence[Sample]) -> str:
-  """Returns a Markdown table of samples, in which no character of a text has a meaning of its own."""
-  lines = ["| input | target | prediction |", "| --- | --- | --- |"]
-  for sample in samples:
-    lines.append("| " + " | ".join(map(_escape, sample[1:])) + " |")
-  return "\n".join(lines)
-
-
-def _escape(text: str) -> str:
-  return re.sub(r"[^\w ]|_", lambda match: f"&#{ord(match[0])};", text)
-
-
-def _one_line(label: str, text: str) -> str:
-  """Returns a line of the console; control characters of the text become spaces."""
-  words = "".join(x if x.isprintable() else " " for x in text).split()
-  line = label + " ".join(words)
-  return line if len(line) <= _CONSOLE_WIDTH else line[: _CONSOLE_WIDTH - 1] + "…"
+          # Control characters of the text become spaces.
+          words = "".join(x if x.isprintable() else " " for x in getattr(sample, name)).split()
+          line = f"  {name:11}{' '.join(words)}"
+          is_short = len(line) <= _CONSOLE_WIDTH
+          terminal.print_line(line if is_short else line[: _CONSOLE_WIDTH - 1] + "…")
 
 
 class HeldOutSampler:

@@ -15,7 +15,7 @@ from tiny_tasks import PAIRS, add_task, byte_model
 from rosetta_t5.checkpoints import TrainStateInitializer
 from rosetta_t5.data import DatasetConfig
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.inference.inference_evaluator import InferenceEvaluator, plain_numbers
+from rosetta_t5.inference.evaluation import InferenceEvaluator, plain_numbers
 from rosetta_t5.parallel import PjitPartitioner
 
 seen = {}
