@@ -10,8 +10,7 @@ from rosetta_t5.data.pipeline.text_examples import (
   get_seqio_task_from_examples,
 )
 from rosetta_t5.inference.text_inference import InferenceType
-from rosetta_t5.interactive.model import InteractiveModel
-from rosetta_t5.interactive.open_model import open_model
+from rosetta_t5.interactive import InteractiveModel, open_model
 from t5x.utils import (
   extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
 )

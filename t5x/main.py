@@ -1,11 +1,34 @@
-"""T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…`."""
+"""T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…` starts any run."""
+
+from __future__ import annotations
 
 if __name__ == "__main__":
   from rosetta_t5.cli import begin
 
   begin("t5x.main")
 
-from rosetta_t5.main import RunMode, main
+import enum
+from collections.abc import Sequence
+
+from rosetta_t5 import config
+from rosetta_t5.plan.description import describe_run
+
+
+@enum.unique
+class RunMode(enum.Enum):
+  """The values of --run_mode."""
+
+  TRAIN = "train"
+  EVAL = "eval"
+  INFER = "infer"
+  PRECOMPILE = "precompile"
+  EXPORT = "export"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs the function that --run_mode names, or else the one that the gin files configure."""
+  config.run_from_command_line(None, argv, describe_run)
+
 
 if __name__ == "__main__":
   main()

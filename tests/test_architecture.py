@@ -18,7 +18,6 @@ PACKAGES = (
   "cli",
   "run_report",
   "bench",
-  "main",
   "train",
   "train_loop",
   "eval",

@@ -20,7 +20,7 @@ from rosetta_t5.data.pipeline.text_examples import (
   get_seqio_task_from_examples,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.interactive.model import InteractiveModel
+from rosetta_t5.interactive import InteractiveModel
 from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner

@@ -16,7 +16,7 @@ from rosetta_t5.config import bindings_of
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids, train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import same_vocabulary
-from rosetta_t5.interactive.open_model import open_model
+from rosetta_t5.interactive import open_model
 from rosetta_t5.trained_model import open_model_dir, read_run
 
 RECORDED = json.loads(transformers_texts.RECORDINGS.read_text())

@@ -8,7 +8,7 @@ import gin
 import pytest
 
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.main import main
+from t5x.main import main
 
 RUN = """
 include 't5x/examples/t5/t5_1_1/tiny.gin'

@@ -8,7 +8,7 @@ import gin
 import pytest
 
 from rosetta_t5 import train
-from rosetta_t5.main import main
+from t5x.main import main
 
 WRONG = [
   ("BATCH_SIZE=[8]", "BATCH_SIZE must be an integer of at least 1, got [8]: write 8"),

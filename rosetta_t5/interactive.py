@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,11 @@ from rosetta_t5.inference.text_inference import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.run_files import log_model_info
+from rosetta_t5.trained_model import read_run
 from rosetta_t5.training import Trainer
+from rosetta_t5.training.optimizers.adafactor import Adafactor
+from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 MetricFn = Callable[..., Mapping[str, Any]]
@@ -104,15 +108,12 @@ class InteractiveModel:
     self.model, self.partitioner = model, partitioner
     self.batch_size, self.task_feature_lengths = batch_size, task_feature_lengths
     self._task_feature_lengths = task_feature_lengths  # T5X's name, which its notebooks read
-    # On gs://, a double slash would name another folder, so repeated slashes become one.
-    self.output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
+    self.output_dir = output_dir
     self._layout = partitioner.get_data_layout(batch_size)
     self._train_summary: Any = None
-    self.restore_cfg = restore_cfg or (
-      checkpoints.RestoreCheckpointConfig(checkpoint_path, mode=restore_mode, dtype=dtype)
-      if checkpoint_path
-      else None
-    )
+    if checkpoint_path and restore_cfg is None:
+      restore_cfg = checkpoints.RestoreCheckpointConfig(checkpoint_path, restore_mode, dtype=dtype)
+    self.restore_cfg = restore_cfg
     init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(init_random_seed), 2)
     initializer = checkpoints.TrainStateInitializer(
       optimizer_def=model.optimizer_def,
@@ -147,7 +148,7 @@ class InteractiveModel:
       num_microbatches=None,
     )
     info_file = os.path.join(self.output_dir, "model-info.txt")
-    log_model_info(info_file, initializer.global_train_state_shape, partitioner)
+    log_model_info(info_file, self.train_state, partitioner)
 
   def _first_state(self, initializer: Any, init_rng: jax.Array) -> Any:
     if self.restore_cfg is None:
@@ -230,18 +231,7 @@ class InteractiveModel:
     preprocessors: Preprocessors,
     **inference_kwargs: Any,
   ) -> Inferences:
-    """Predicts or scores any number of examples.
-
-    Args:
-      mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
-      examples: the examples.
-      preprocessors: make features of texts.
-      **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
-        such as num_decodes=4.
-
-    Returns:
-      ([(example's features, prediction as bytes or score)], {name: auxiliary values}).
-    """
+    """Predicts or scores any number of examples; see `TextInference.infer`."""
     return self._texts.infer(mode, examples, preprocessors, self.train_state, **inference_kwargs)
 
   def predict_with_aux(self, examples: Sequence[Example], **inference_kwargs: Any) -> Inferences:
@@ -285,26 +275,21 @@ class InteractiveModel:
       ValueError: a function has other arguments, or two functions return a metric of the same name.
     """
     arguments = [_metric_arguments(metric_fn) for metric_fn in metric_fns]
+    needed = {name for names in arguments for name in names}
     dataset, _ = self._texts.datasets(examples, preprocessors)
 
     def postprocess(text: Any, example: Mapping[str, Any], is_target: bool) -> Any:
       text = text.decode("utf-8") if isinstance(text, bytes) else text
       return postprocessor(text, example=example, is_target=is_target) if postprocessor else text
 
-    values: dict[str, Any] = {
-      "targets": [
-        postprocess(example["targets_pretokenized"], example, is_target=True)
-        for example in dataset.as_numpy_iterator()
-      ]
-    }
-    if any("predictions" in names for names in arguments):
+    texts = ((row["targets_pretokenized"], row) for row in dataset.as_numpy_iterator())
+    values: dict[str, Any] = {"targets": [postprocess(*pair, is_target=True) for pair in texts]}
+    if "predictions" in needed:
       predictions, values["aux_values"] = self.infer_with_preprocessors(
         InferenceType.PREDICT_WITH_AUX, examples, preprocessors
       )
-      values["predictions"] = [
-        postprocess(prediction, example, is_target=False) for example, prediction in predictions
-      ]
-    if any("scores" in names for names in arguments):
+      values["predictions"] = [postprocess(text, row, is_target=False) for row, text in predictions]
+    if "scores" in needed:
       scores, _ = self.infer_with_preprocessors(InferenceType.SCORE, examples, preprocessors)
       values["scores"] = np.array([score for _, score in scores])
     metrics: dict[str, Any] = {}
@@ -372,3 +357,43 @@ def _metric_arguments(metric_fn: MetricFn) -> tuple[str, ...]:
     allowed = " or ".join(f"({', '.join(names)})" for names in _METRIC_ARGUMENTS)
     raise ValueError(f"A metric_fn must have the arguments {allowed}, got ({', '.join(names)})")
   return names
+
+
+def open_model(
+  source: str | os.PathLike[str],
+  output_dir: str,
+  batch_size: int = 8,
+  task_feature_lengths: Mapping[str, int] | None = None,
+  flags: Sequence[str] = (),
+  optimizer_def: OptimizerDef | None = None,
+) -> InteractiveModel:
+  """Opens what `rosetta-t5 infer --model_dir` opens.
+
+  Args:
+    source: a run's MODEL_DIR, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub.
+    output_dir: folder for checkpoints, metrics and model-info.txt.
+    batch_size: number of examples in a batch.
+    task_feature_lengths: length of each feature; None for those of the run or the folder.
+    flags: change the run, such as ["--gin.decoding.temperature_sample.temperature=0.7"].
+    optimizer_def: the optimizer of training steps; None for T5's Adafactor.
+
+  Raises:
+    ValueError: there is no such model.
+  """
+  run, restore_cfg = read_run(source, flags)
+  model, lengths = copy.copy(run["model"]), task_feature_lengths or run["task_feature_lengths"]
+  rules = standard_logical_factor_rules()
+  model.optimizer_def = optimizer_def or Adafactor(decay_rate=0.8, logical_factor_rules=rules)
+  shapes = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
+  return InteractiveModel(
+    batch_size=batch_size,
+    task_feature_lengths=lengths,
+    output_dir=output_dir,
+    partitioner=run["partitioner"],
+    model=model,
+    dtype="float32",
+    restore_mode=restore_cfg.mode,
+    checkpoint_path=str(restore_cfg.path),
+    input_shapes={name: (batch_size, length) for name, length in shapes.items()},
+    restore_cfg=restore_cfg,
+  )
