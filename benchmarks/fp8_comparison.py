@@ -30,8 +30,9 @@ from rosetta_t5.bench.train_step import (
   switches,
   write_result,
 )
-from rosetta_t5.data.objectives.span_corruption import random_spans_helper
-from rosetta_t5.data.prepared.batch_objectives import corrupt_spans, random_keys
+from rosetta_t5.data.objectives import random_spans_helper
+from rosetta_t5.data.prepared.prepared_batches import random_keys
+from rosetta_t5.data.prepared.task import corrupt_spans
 from rosetta_t5.data.quickstart_data import stdlib_paragraphs
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper

@@ -16,7 +16,7 @@ import numpy as np
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, check_one_of
 from rosetta_t5.data.pipeline.data_description import describe_tasks
-from rosetta_t5.data.pipeline.datasets import InferenceData
+from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import result_files
 from rosetta_t5.inference.infer_fn import (

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.pipeline.text_examples import Example, default_preprocessors
+from rosetta_t5.data.pipeline.inference_data import Example, default_preprocessors
 from rosetta_t5.inference.text_inference import (
   Inferences,
   InferenceType,

@@ -12,7 +12,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, Seed
-from rosetta_t5.data.pipeline.host_batches import as_batch_iterator
+from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8

@@ -2,7 +2,7 @@
 """Prints how to get the Pile today, and checks and indexes a local copy.
 
 python scripts_gpu/download_the_pile.py                 print what to do
-python scripts_gpu/download_the_pile.py --data_dir DIR  check a copy: its files, their sizes, and whether they are complete
+python scripts_gpu/download_the_pile.py --data_dir DIR  describe a copy: its files and their sizes
 """
 
 import sys

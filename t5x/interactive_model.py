@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from rosetta_t5.data.pipeline.text_examples import (
+from rosetta_t5.data.pipeline.inference_data import (
   get_batches_from_seqio,
   get_dataset_from_natural_text_examples,
   get_seqio_task_from_examples,

@@ -13,7 +13,7 @@ from tiny_tasks import PAIRS, add_task, byte_model, byte_vocabulary
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, SaveCheckpointConfig, all_steps
 from rosetta_t5.config.binding_checks import check_required
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.data.pipeline.text_examples import (
+from rosetta_t5.data.pipeline.inference_data import (
   default_preprocessors,
   get_batches_from_seqio,
   get_dataset_from_natural_text_examples,
@@ -160,7 +160,9 @@ def test_examples_of_another_kind_are_refused(model):
     ValueError, match=r"an example must be a text or .* got the keys \['inputs'\]"
   ):
     model.score([{"inputs": "x"}])
-  with pytest.raises(ValueError, match="'inputs' as int32 of rank 1, got string of rank 0"):
+  with pytest.raises(
+    ValueError, match=r"incorrect type for feature 'inputs' .*Got string, expected int32"
+  ):
     get_dataset_from_natural_text_examples(EXAMPLES, [], LENGTHS, model.features)
   long = [{"input": "x" * 99, "target": ""}]
   (cut,) = get_dataset_from_natural_text_examples(long, tokenize, LENGTHS, model.features)

@@ -150,7 +150,7 @@ def _infer_rows(
   model: Any, rows: Iterator[Row], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
-  from rosetta_t5.data.pipeline.text_examples import default_preprocessors
+  from rosetta_t5.data.pipeline.inference_data import default_preprocessors
   from rosetta_t5.inference.infer_fn import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
   from rosetta_t5.models.batch_metrics import LEFT_BEHIND

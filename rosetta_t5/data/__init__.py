@@ -6,7 +6,7 @@ from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
   get_dataset_inner,
   get_training_eval_datasets,
-  has_metrics,
+  token_limit,
 )
 from rosetta_t5.data.pipeline.feed import (
   ShardedDatasetIterator,
@@ -15,7 +15,7 @@ from rosetta_t5.data.pipeline.feed import (
   prepare_train_iter,
   training_feed,
 )
-from rosetta_t5.data.pipeline.host_batches import token_limit
+from rosetta_t5.data.pipeline.inference_data import has_metrics
 from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +12,10 @@ import numpy as np
 
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.data_description import first_examples
-from rosetta_t5.data.pipeline.datasets import get_dataset
-from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, has_split
+from rosetta_t5.data.pipeline.datasets import as_batch_iterator, get_dataset
+from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.prepared.token_stream import losses_of_folders
+from rosetta_t5.data.prepared.shards import read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
@@ -36,15 +36,13 @@ def show_dataset(cfg: DatasetConfig, batches: int, examples: int) -> int:
     examples: the number of examples to print as text.
   """
   task = find_task_or_mixture(cfg)
-  if not isinstance(task, PreparedTask):
-    lengths = {
-      n: x for n, x in (cfg.task_feature_lengths or {}).items() if n in task.output_features
-    }
-    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths)
+  lengths = {n: x for n, x in (cfg.task_feature_lengths or {}).items() if n in task.output_features}
+  cfg = dataclasses.replace(cfg, task_feature_lengths=lengths)
   vocabulary = task.output_features["targets"].vocabulary
   print(f"{cfg.name}, split '{cfg.split}' of {', '.join(task.splits)}")
   print(f"vocabulary: {vocabulary.vocab_size} ids; features: {', '.join(task.output_features)}")
-  read = list(_batches(cfg, batches))
+  converter = seqio.EncDecFeatureConverter if "inputs" in lengths else seqio.LMFeatureConverter
+  read = list(itertools.islice(as_batch_iterator(get_dataset(cfg, 0, 1, converter)), batches))
   found = [example for batch in read for example in _examples(batch)]
   for example in found[:examples]:
     print()
@@ -54,16 +52,6 @@ def show_dataset(cfg: DatasetConfig, batches: int, examples: int) -> int:
   problems = [*_check_lengths(cfg), *_check_texts(cfg, task, vocabulary)]
   print("\n".join(f"problem: {problem}" for problem in problems) or "no problems found")
   return int(bool(problems))
-
-
-def _batches(cfg: DatasetConfig, count: int) -> Iterator[Any]:
-  """Returns the first batches; those of prepared data need no feature converter."""
-  converter: Any = None
-  if not isinstance(cfg.mixture_or_task_name, PreparedTask):
-    has_inputs = "inputs" in (cfg.task_feature_lengths or {})
-    converter = seqio.EncDecFeatureConverter if has_inputs else seqio.LMFeatureConverter
-  data = get_dataset(cfg, 0, 1, converter)
-  return itertools.islice(data.as_numpy_iterator() if converter else data, count)
 
 
 def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
@@ -90,52 +78,41 @@ def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
 def _statistics(
   batches: Sequence[Mapping[str, np.ndarray]], examples: Sequence[Example], vocabulary: Any
 ) -> Iterator[str]:
-  """Yields lines about the lengths of examples, how full the rows are, and the tokens."""
+  """Yields lines about the lengths of examples, how full the rows are, and the unknown tokens."""
   rows = sum(len(batch[_MODEL_FEATURES["targets"]]) for batch in batches)
   packed = f", {len(examples) / rows:.1f} packed into each" if len(examples) > rows else ""
   yield f"\n{len(examples)} examples in {rows} rows{packed}"
   for name in examples[0]:
     lengths = np.array([len(example[name]) for example in examples])
     full = lengths.sum() / (rows * batches[0][_MODEL_FEATURES[name]].shape[1])
-    quartiles = " ".join(map(str, np.percentile(lengths, [25, 50, 75]).astype(int)))
-    yield (
-      f"  {name:<8} {lengths.min()} to {lengths.max()} tokens, quartiles {quartiles}, rows {full:.1%} "
-      f"full, {1 - full:.1%} padding"
-    )
+    median = int(np.median(lengths))
+    yield f"  {name:<8} {lengths.min()} to {lengths.max()} tokens, median {median}, rows {full:.1%} full"
   tokens = np.concatenate([tokens for example in examples for tokens in example.values()])
-  unknown = np.mean(tokens == vocabulary.unk_id)
-  seen = len(np.unique(tokens))
-  yield f"  tokens: {seen} of {vocabulary.vocab_size} seen, {unknown:.3%} unknown"
+  yield f"  tokens: {np.mean(tokens == vocabulary.unk_id):.3%} unknown"
 
 
 def _check_lengths(cfg: DatasetConfig) -> Iterator[str]:
   """Prints the number of examples and the share truncated; yields a problem if targets lose their end."""
   found = first_examples(cfg)
   for each in found:
-    text = each.text(cfg)
-    if not each.lengths:
-      text = f"{text + '; ' * bool(text)}no text is truncated: the task cuts its texts into rows"
-    print(f"examples of {each.task}: {text}")
+    print(f"examples of {each.task}: {each.text(cfg)}")
     try:
       each.check_targets(cfg)
     except ValueError as error:
       yield str(error)
-  if not found:
-    print("no text is truncated: prepared text is read to its end, row after row")
+  if not any(each.lengths for each in found):
+    print("no text is truncated: texts are cut into rows and read to their end")
 
 
 def _check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]:
   """Prints what texts lose when they are encoded and decoded; yields what is too much."""
   if isinstance(task, PreparedTask):
-    counts = losses_of_folders(task.folders)
+    found = [Counter[str](read_manifest(folder).get("losses")) for folder in task.folders]
   else:
-    texts = _texts_of_task(cfg, task)
-    counts = sum((count_lost(text, vocabulary) for text in texts), collections.Counter())
-  if not counts:
-    print("decode(encode(text)) is not checked, because there are only tokens without their texts")
-    return
-  print("\n".join(describe_lost(counts)))
-  yield from lost_text_problems(counts)
+    found = [count_lost(text, vocabulary) for text in _texts_of_task(cfg, task)]
+  if counts := sum(found, Counter()):
+    print("\n".join(describe_lost(counts)))
+    yield from lost_text_problems(counts)
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:
@@ -146,10 +123,9 @@ def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:
   for example in dataset.take(_TEXTS if kept else 0).as_numpy_iterator():
     texts = (example[f"{name}_pretokenized"] for name in kept)
     yield from (text.decode() for text in texts if isinstance(text, bytes))
-  for part in seqio.get_subtasks(task) if not kept else ():
-    if has_split(part, cfg.split):
-      source = part.source.get_dataset(split=cfg.split, shuffle=False)
-      for example in source.take(_TEXTS).as_numpy_iterator():
-        fields = example.values() if isinstance(example, Mapping) else [example]
-        texts = (field for field in fields if isinstance(field, bytes))
-        yield max(texts, key=len, default=b"").decode()
+  for part in subtasks_with_split(cfg, task) if not kept else ():
+    source = part.source.get_dataset(split=cfg.split, shuffle=False)
+    for example in source.take(_TEXTS).as_numpy_iterator():
+      fields = example.values() if isinstance(example, Mapping) else [example]
+      texts = (field for field in fields if isinstance(field, bytes))
+      yield max(texts, key=len, default=b"").decode()

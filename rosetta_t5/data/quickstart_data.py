@@ -36,7 +36,8 @@ _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_te
 _MIN_CHARACTERS = 40
 # A paragraph with a smaller share of letters and spaces is a table, a listing or a drawing.
 _MIN_LETTERS = 0.8
-_FIRST_DATE, _LAST_DATE = datetime.date(1900, 1, 1), datetime.date(2099, 12, 31)
+_FIRST_DATE = datetime.date(1900, 1, 1)
+_DAYS = 73048  # to the last day of 2099
 _DATE_FORMATS = (
   "{d:%B} {day}, {year}",
   "{d:%b} {day}, {year}",
@@ -64,19 +65,11 @@ def prepare(
   Args:
     folder: `data_folder()` by default.
     paragraphs: the text; by default that of the standard library.
-
-  Raises:
-    ValueError: the folder exists and has other contents.
   """
   folder = folder or data_folder()
   manifest = folder / _MANIFEST
   if manifest.exists():
     return json.loads(manifest.read_text())
-  if folder.exists():
-    raise ValueError(
-      f"The folder {folder} exists but has no {_MANIFEST}, so this task did not write it. Move it "
-      f"away, or set the environment variable {FOLDER_VARIABLE} to another folder."
-    )
   folder.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
     unfinished = pathlib.Path(scratch) / folder.name
@@ -89,14 +82,15 @@ def prepare(
 
 def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
   """Writes the text files, the vocabulary and the manifest."""
-  validation = [text for text in paragraphs if _hash(text) % 100 < _VALIDATION_PERCENT]
-  train = [text for text in paragraphs if _hash(text) % 100 >= _VALIDATION_PERCENT]
-  per_file = -(-len(train) // _TRAIN_FILES)
-  files = {"validation-00000-of-00001.txt": validation}
-  for index in range(_TRAIN_FILES):
-    part = train[index * per_file : (index + 1) * per_file]
-    files[f"train-{index:05}-of-{_TRAIN_FILES:05}.txt"] = part
-  for name, lines in files.items():
+  splits: dict[str, list[str]] = {"train": [], "validation": []}
+  for text in paragraphs:
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
+    splits["validation" if number < _VALIDATION_PERCENT else "train"].append(text)
+  train, validation = splits.values()
+  size = -(-len(train) // _TRAIN_FILES)
+  parts = [train[index * size : (index + 1) * size] for index in range(_TRAIN_FILES)]
+  files = {f"train-{n:05}-of-{_TRAIN_FILES:05}.txt": part for n, part in enumerate(parts)}
+  for name, lines in {**files, "validation-00000-of-00001.txt": validation}.items():
     (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
   (folder / VOCABULARY_FILE).write_bytes(train_sentencepiece(train, VOCAB_SIZE - EXTRA_IDS))
   manifest = {
@@ -108,11 +102,6 @@ def _write(folder: pathlib.Path, paragraphs: Sequence[str]) -> None:
   (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
 
-def _hash(text: str) -> int:
-  """Returns 64 bits of the text's SHA-256, by which it is put into a split."""
-  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
 def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
   """Yields the paragraphs of a folder's Python files, without duplicates, in the files' sorted order.
 
@@ -121,15 +110,17 @@ def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
       are excluded.
   """
   root = root or pathlib.Path(sysconfig.get_path("stdlib"))
+  files = (
+    path
+    for path in sorted(root.rglob("*.py"))
+    if not _EXCLUDED_FOLDERS & set(path.relative_to(root).parts)
+  )
+  paragraphs = (p for path in files for text in _texts(path) for p in _paragraphs(text))
   seen: set[str] = set()
-  for path in sorted(root.rglob("*.py")):
-    if _EXCLUDED_FOLDERS & set(path.relative_to(root).parts):
-      continue
-    for text in _texts(path):
-      for paragraph in _paragraphs(text):
-        if paragraph not in seen:
-          seen.add(paragraph)
-          yield paragraph
+  for paragraph in paragraphs:
+    if paragraph not in seen:
+      seen.add(paragraph)
+      yield paragraph
 
 
 def _texts(path: pathlib.Path) -> Iterator[str]:
@@ -171,11 +162,8 @@ def _paragraphs(text: str) -> Iterator[str]:
   for raw in re.split(r"\n\s*\n", text):
     paragraph = " ".join(raw.split())
     letters = sum(character.isalpha() or character == " " for character in paragraph)
-    if (
-      len(paragraph) >= _MIN_CHARACTERS
-      and letters >= _MIN_LETTERS * len(paragraph)
-      and ">>>" not in paragraph
-    ):
+    is_prose = letters >= _MIN_LETTERS * len(paragraph) and ">>>" not in paragraph
+    if is_prose and len(paragraph) >= _MIN_CHARACTERS:
       yield paragraph
 
 
@@ -189,7 +177,7 @@ def write_dates(path: pathlib.Path, count: int = 10_000, seed: int = 0) -> None:
   rng = random.Random(seed)
   rows: dict[str, str] = {}
   while len(rows) < count:
-    date = _FIRST_DATE + datetime.timedelta(days=rng.randint(0, (_LAST_DATE - _FIRST_DATE).days))
+    date = _FIRST_DATE + datetime.timedelta(days=rng.randint(0, _DAYS))
     rows[date_text(date, rng.choice(_DATE_FORMATS))] = date.isoformat()
   lines = (json.dumps({"date": text, "iso": iso}) + "\n" for text, iso in rows.items())
   path.parent.mkdir(parents=True, exist_ok=True)

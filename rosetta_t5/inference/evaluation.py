@@ -19,8 +19,8 @@ from etils import epath
 
 from rosetta_t5 import data, distributed, terminal
 from rosetta_t5.checkpoints.saved_items import get_local_data
-from rosetta_t5.data.pipeline.datasets import make_evaluator
-from rosetta_t5.data.pipeline.host_batches import as_batch_iterator
+from rosetta_t5.data.pipeline.datasets import as_batch_iterator
+from rosetta_t5.data.pipeline.inference_data import make_evaluator
 from rosetta_t5.inference.infer_fn import (
   InferFn,
   as_numpy,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.data.pipeline.host_batches import TokenLimit, check_ids
+from rosetta_t5.data.pipeline.datasets import check_ids
 from rosetta_t5.models.batch_metrics import LEFT_BEHIND, fraction_left_behind
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import params_to_evaluate
@@ -41,7 +41,7 @@ def get_infer_fn(
   keep_aux_as_numpy: bool = False,
   input_length_buckets: Sequence[int] | None = (),
   is_scoring: bool = False,
-  limit: TokenLimit | None = None,
+  limit: int | None = None,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).
 
@@ -58,7 +58,7 @@ def get_infer_fn(
       is compiled once. The results are the same except for rounding errors of sums.
     is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
       decoder-only model then apply to inputs and targets together.
-    limit: the limit of the model's token ids.
+    limit: the number of token ids that the model knows.
 
   Returns:
     `f(ds, train_state, rng=None)`. `ds` yields pairs (index, example), as `Dataset.enumerate()` does,

@@ -241,7 +241,7 @@ def check_same_settings(
   Raises:
     ValueError: the settings differ.
   """
-  changes, _ = compare_descriptions(read_json_object(file), json.loads(json.dumps(settings)))
+  changes = compare_descriptions(read_json_object(file), json.loads(json.dumps(settings)))
   if changes:
     raise ValueError(
       f"{os.fspath(to_remove).removesuffix(COMPLETED)} contains the results of an earlier run. Changed "

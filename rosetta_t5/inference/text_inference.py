@@ -12,9 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from rosetta_t5.data.pipeline.datasets import iterate_chunks
-from rosetta_t5.data.pipeline.host_batches import token_limit
-from rosetta_t5.data.pipeline.text_examples import Example, get_dataset_from_natural_text_examples
+from rosetta_t5.data.pipeline.datasets import token_limit
+from rosetta_t5.data.pipeline.inference_data import (
+  Example,
+  get_dataset_from_natural_text_examples,
+  iterate_chunks,
+)
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.lost_text import count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids

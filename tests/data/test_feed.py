@@ -22,7 +22,7 @@ from rosetta_t5.data import (
   get_zeros_batch_like_spec,
   prepare_train_iter,
 )
-from rosetta_t5.data.pipeline.host_batches import as_batch_iterator
+from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.parallel.partitioner import PjitPartitioner
 

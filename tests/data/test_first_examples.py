@@ -49,7 +49,7 @@ def test_the_examples_the_share_truncated_and_the_epochs_of_the_steps_are_stated
   (text,) = describe(cfg, 25)
   assert text == (
     "100 in all; truncated: 0.0% of the inputs, 0.0% of the targets, of the first 100; "
-    "25 steps are 2 epochs"
+    "25 steps are about 2 epochs"
   )
   (text,) = describe(cfg, 25, task_feature_lengths={"inputs": 10, "targets": 8})
   assert "truncated: 100.0% of the inputs, 50.0% of the targets" in text
@@ -91,20 +91,19 @@ def test_the_data_of_a_users_own_dataset_function_is_not_described(cfg: DatasetC
   assert check_examples(cfg, own)(100) == []
 
 
-@pytest.mark.parametrize("objective", ["seq2seq", "span_corruption"])
 def test_characters_that_the_vocabulary_lacks_are_named(
-  cfg: DatasetConfig, tmp_path: pathlib.Path, objective: str
+  cfg: DatasetConfig, tmp_path: pathlib.Path
 ) -> None:
   model = train_sentencepiece(["the red cat of the sea", "the old hat of the sea"], 16)
   (tmp_path / "pieces.model").write_bytes(model)
-  (tmp_path / "more.csv").write_text("inputs,targets,text\n" + "the cat,the hat é,the cat é\n" * 20)
-  columns = {"inputs": "inputs", "targets": "targets"} if objective == "seq2seq" else {}
+  (tmp_path / "more.csv").write_text("inputs,targets\n" + "the cat,the hat é\n" * 20)
   task = file_task(
     str(tmp_path / "more.csv"),
     vocabulary=import_seqio().SentencePieceVocabulary(str(tmp_path / "pieces.model"), 100),
-    objective=objective,
+    objective="seq2seq",
+    inputs="inputs",
+    targets="targets",
     validation_percent=0.0,
-    **columns,
   )
   (text,) = describe(
     cfg, 25, mixture_or_task_name=task, task_feature_lengths={"inputs": 64, "targets": 64}

@@ -62,14 +62,6 @@ def test_a_failure_leaves_no_incomplete_folder(corpus_folder: pathlib.Path) -> N
   assert list(corpus_folder.parent.iterdir()) == []
 
 
-def test_another_folder_is_not_touched(corpus_folder: pathlib.Path) -> None:
-  corpus_folder.mkdir(parents=True)
-  (corpus_folder / "thesis.txt").write_text("years of work")
-  with pytest.raises(ValueError, match=r"has no manifest\.json.*ROSETTA_T5_STDLIB_DOCS"):
-    quickstart_data.prepare(corpus_folder)
-  assert (corpus_folder / "thesis.txt").read_text() == "years of work"
-
-
 def test_a_process_that_finishes_second_uses_the_firsts_folder(
   corpus_folder: pathlib.Path, paragraphs: list[str]
 ) -> None:

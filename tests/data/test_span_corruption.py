@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data.objectives import span_corruption
+from rosetta_t5.data import objectives
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 VOCAB_SIZE = 259 + 100
@@ -76,7 +76,7 @@ def test_the_same_seed_gives_the_examples_of_t5s_own(
     "merge_examples_to_reduce_padding": merge,
   }
   tokens = [*documents(), *documents(1, 100_000), np.full(70_000, 9, np.int32)]
-  ours = corrupt(span_corruption.span_corruption, as_dataset(tokens), **options)
+  ours = corrupt(objectives.span_corruption, as_dataset(tokens), **options)
   expected = corrupt(theirs.span_corruption, as_dataset(tokens), **options)
   assert len(ours) == len(expected) > 60
   for a, b in zip(ours, expected, strict=True):
@@ -85,19 +85,19 @@ def test_the_same_seed_gives_the_examples_of_t5s_own(
 
 
 def test_lengths_are_those_of_t5() -> None:
-  assert span_corruption.random_spans_helper(512) == (568, 114)
-  assert span_corruption.random_spans_helper(128) == (141, 29)
-  assert span_corruption.random_spans_helper(512, 0.5, 3.0) == (766, 512)
+  assert objectives.random_spans_helper(512) == (568, 114)
+  assert objectives.random_spans_helper(128) == (141, 29)
+  assert objectives.random_spans_helper(512, 0.5, 3.0) == (766, 512)
 
 
 def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> None:
   examples = corrupt(
-    span_corruption.span_corruption,
+    objectives.span_corruption,
     as_dataset(documents()),
     sequence_length=LENGTHS,
     output_features=features,
   )
-  _, targets_length = span_corruption.random_spans_helper(LENGTHS["inputs"])
+  _, targets_length = objectives.random_spans_helper(LENGTHS["inputs"])
   full = [e for e in examples if len(e["inputs"]) == 63 and len(e["targets"]) == targets_length - 1]
   assert len(full) >= len(examples) - 3  # the last of each 128 joined documents is shorter
 
@@ -105,10 +105,10 @@ def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> 
 def test_more_spans_than_sentinels_are_reported(
   features: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-  span_corruption.warn_of_missing_sentinels.cache_clear()  # Each warning is given once.
+  objectives.warn_of_missing_sentinels.cache_clear()  # Each warning is given once.
   for lengths in ({"inputs": 2048, "targets": 500}, {"inputs": 512, "targets": 114}):
     options = {"sequence_length": lengths, "output_features": features}
-    corrupt(span_corruption.span_corruption, as_dataset(documents(2)), **options)
+    corrupt(objectives.span_corruption, as_dataset(documents(2)), **options)
   assert [record.getMessage() for record in caplog.records] == [
     "Rows of 2274 tokens have 114 dropped spans, but the vocabulary has only 100 sentinels "
     "(extra_ids): its last pieces replace the missing ones, as in T5"
@@ -117,7 +117,7 @@ def test_more_spans_than_sentinels_are_reported(
 
 def test_the_text_can_be_restored_from_inputs_and_targets(features: dict[str, Any]) -> None:
   examples = corrupt(
-    span_corruption.span_corruption,
+    objectives.span_corruption,
     as_dataset(documents()),
     sequence_length=LENGTHS,
     output_features=features,
@@ -128,7 +128,7 @@ def test_the_text_can_be_restored_from_inputs_and_targets(features: dict[str, An
 
 def test_sentinels_count_down_from_the_vocabularys_end(features: dict[str, Any]) -> None:
   tf = import_tensorflow()
-  corrupted = span_corruption.noise_span_to_unique_sentinel(
+  corrupted = objectives.noise_span_to_unique_sentinel(
     tf.constant([10, 11, 12, 13, 14, 15]),
     tf.constant([False, True, True, False, True, False]),
     features["targets"].vocabulary,
@@ -141,7 +141,7 @@ def masks(length: int, count: int) -> np.ndarray:
 
   def mask(seed: Any) -> Any:
     seeds = [tf.stack([seed, 0]), tf.stack([seed, 1])]
-    return span_corruption.random_spans_noise_mask(tf.constant(length), 0.15, seeds)
+    return objectives.random_spans_noise_mask(tf.constant(length), 0.15, seeds)
 
   @tf.function
   def drawn() -> Any:
@@ -172,29 +172,4 @@ def test_targets_that_do_not_fit_are_refused_with_the_length_needed(
   with pytest.raises(
     ValueError, match=r"targets of 114 tokens.*'targets': 100\. Set it to at least 114"
   ):
-    span_corruption.span_corruption(
-      as_dataset(documents(1)), {"inputs": 512, "targets": 100}, features
-    )
-
-
-def test_passthrough_features_are_refused_if_documents_are_joined(features: dict[str, Any]) -> None:
-  with pytest.raises(ValueError, match="merge_examples_to_reduce_padding=False"):
-    span_corruption.span_corruption(
-      as_dataset(documents(1)), LENGTHS, features, passthrough_feature_keys=["id"]
-    )
-
-
-def test_passthrough_features_are_copied_if_documents_are_not_joined(
-  features: dict[str, Any],
-) -> None:
-  tf = import_tensorflow()
-  dataset = tf.data.Dataset.from_tensors({"targets": tf.range(3, 103), "id": tf.constant(7)})
-  examples = corrupt(
-    span_corruption.span_corruption,
-    dataset,
-    sequence_length=LENGTHS,
-    output_features=features,
-    merge_examples_to_reduce_padding=False,
-    passthrough_feature_keys=["id"],
-  )
-  assert [example["id"] for example in examples] == [7, 7]
+    objectives.span_corruption(as_dataset(documents(1)), {"inputs": 512, "targets": 100}, features)

@@ -32,7 +32,7 @@ from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import read_model_file
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.datasets import InferenceData
+from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.data.prepared import TokenStream, prepare
 from rosetta_t5.data.reading import read_records
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file

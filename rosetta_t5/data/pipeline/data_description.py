@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import glob
 import inspect
+import itertools
 import json
 import os
-from collections import Counter
+import pathlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,26 +104,22 @@ def describe_tasks(cfg: DatasetConfig) -> Description | str:
   return tasks
 
 
-def compare_descriptions(
-  stored: Description, current: Description, prefix: str = ""
-) -> tuple[list[str], list[str]]:
-  """Returns the changes that make a position invalid, and those that do not, as texts.
+def compare_descriptions(stored: Description, current: Description, prefix: str = "") -> list[str]:
+  """Returns the changes that make a position invalid, as texts.
 
-  The latter are folders that were moved and have the same contents.
+  Folders that were moved and have the same contents are none.
   """
   changes: list[str] = []
-  notes: list[str] = []
   for key in sorted({*stored, *current} - _NO_LONGER_DESCRIBED):
     old, new = stored.get(key), current.get(key)
-    if isinstance(old, dict) and isinstance(new, dict):
-      if "files" in old and "files" in new:
-        more = [[f"{prefix}{key}: {text}" for text in texts] for texts in compare_files(old, new)]
-      else:
-        more = list(compare_descriptions(old, new, f"{prefix}{key}."))
-      changes, notes = changes + more[0], notes + more[1]
-    elif old != new:
-      changes.append(f"{prefix}{key}: {_shorten(old)} → {_shorten(new)}")
-  return changes, notes
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+      if old != new:
+        changes.append(f"{prefix}{key}: {str(old)[:200]} → {str(new)[:200]}")
+    elif "files" in old and "files" in new:
+      changes += [f"{prefix}{key}: {text}" for text in compare_files(old, new)[0]]
+    else:
+      changes += compare_descriptions(old, new, f"{prefix}{key}.")
+  return changes
 
 
 def check_same_files(*cfgs: DatasetConfig | None) -> None:
@@ -131,29 +129,20 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
   """
   if jax.process_count() == 1:
     return
-  sizes: Counter[str] = Counter()
-  errors = {}
+  found: dict[str, str] = {}
   for cfg in filter(None, cfgs):
     try:
       provider = find_task_or_mixture(cfg)
-      prepared = [glob.escape(folder) for folder in getattr(provider, "folders", ())]
-      paths = [path for folder in prepared for path in glob.glob(f"{folder}/*")]
+      folders = map(pathlib.Path, getattr(provider, "folders", ()))
+      paths = [str(path) for folder in folders for path in folder.iterdir()]
       paths += [path for t in subtasks_with_split(cfg, provider) for path in task_files(t, cfg)]
-    except (
-      Exception
-    ) as error:  # of one machine, or of a user's function that reads no registered task
-      errors[cfg.name] = f"{type(error).__name__}: {error}"
+    except Exception as error:  # of one machine, or of a user's function that reads no task
+      found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
     for path in sorted(paths):
-      name = f"{cfg.name}, {cfg.split}: {os.path.basename(path)}"
-      sizes[name] += os.path.getsize(path) if os.path.isfile(path) else 0
-  files = {name: f"{size:,} bytes" for name, size in sizes.items()}
-  check_same({**errors, **files}, "files of data", _TIMEOUT_S)
-
-
-def _shorten(value: Any) -> str:
-  text = "none" if value is None else str(value)
-  return text if len(text) <= 200 else f"{text[:200]}…"
+      size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
+      found[f"{cfg.name}, {cfg.split}: {os.path.basename(path)}"] = size
+  check_same(found, "files of data", _TIMEOUT_S)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +193,8 @@ class FirstExamples:
     if self.number is not None:
       parts.append(f"{'' if self.is_exact else 'about '}{self.number:,} in all")
     limits = cfg.task_feature_lengths or {}
-    shares = [f"{share:.1%} of the {name}" for name, share in self.truncated(limits).items()]
-    if shares:
+    if self.lengths:
+      shares = [f"{share:.1%} of the {name}" for name, share in self.truncated(limits).items()]
       read = len(next(iter(self.lengths.values())))
       parts.append(f"truncated: {', '.join(shares)}, of the first {read}")
     if unknown := describe_unknown(self.unknown):
@@ -213,10 +202,8 @@ class FirstExamples:
     if steps and self.number and self.lengths:
       # With packing, as many examples are in a row as the feature that fills it first allows.
       full = [limits[name] / np.minimum(x, limits[name]).mean() for name, x in self.lengths.items()]
-      per_row = max(1.0, min(full)) if cfg.pack else 1.0
-      about = "" if self.is_exact and not cfg.pack and self.share == 1 else "about "
-      epochs = self.share * steps * cfg.batch_size * per_row / self.number
-      parts.append(f"{steps:,} steps are {about}{epochs:.3g} epochs")
+      rows = self.share * steps * cfg.batch_size * (max(1.0, min(full)) if cfg.pack else 1.0)
+      parts.append(f"{steps:,} steps are about {rows / self.number:.3g} epochs")
     return "; ".join(parts)
 
 
@@ -228,15 +215,15 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   """
   provider = find_task_or_mixture(cfg)
   tasks = subtasks_with_split(cfg, provider) if cfg.task_feature_lengths is not None else []
-  rates = [1.0 if provider is task else float(provider.get_rate(task)) for task in tasks]
-  shares: dict[int, float] = {}  # by source, because UL2's denoisers are tasks on one source
-  firsts: dict[int, Any] = {}
-  for task, rate in zip(tasks, rates, strict=True):
-    source = id(task.source)
-    shares[source] = shares.get(source, 0.0) + rate / sum(rates)
-    firsts.setdefault(source, task)
+  rates = defaultdict[int, float](
+    float
+  )  # by source, because UL2's denoisers are tasks on one source
+  for task in tasks:
+    rates[id(task.source)] += 1.0 if provider is task else float(provider.get_rate(task))
+  firsts = {id(task.source): task for task in reversed(tasks)}
+  shares = [(firsts[source], rate / sum(rates.values())) for source, rate in rates.items()]
   with naming_data(cfg):
-    return [_measure(task, cfg, shares[s]) for s, task in [*firsts.items()][:_MAX_TASKS]]
+    return [_measure(task, cfg, share) for task, share in shares[:_MAX_TASKS]]
 
 
 def check_examples(
@@ -251,45 +238,42 @@ def check_examples(
   Raises:
     ValueError: most targets would lose their end; or see `first_examples`.
   """
-  is_ours = str(inspect.unwrap(get_dataset_fn).__module__).startswith(OWN_PACKAGES)
-  if is_ours and isinstance(cfg.mixture_or_task_name, PreparedTask):
+  if not str(inspect.unwrap(get_dataset_fn).__module__).startswith(OWN_PACKAGES):
+    return lambda steps: []
+  if isinstance(cfg.mixture_or_task_name, PreparedTask):
     return functools.partial(cfg.mixture_or_task_name.describe, cfg)
-  found = first_examples(cfg) if is_ours else []
+  found = first_examples(cfg)
   for each in found:
     each.check_targets(cfg)
-  return functools.partial(_describe, found, cfg)
 
+  def describe(steps: int | None) -> list[str]:
+    texts = {each.task: text for each in found if (text := each.text(cfg, steps))}
+    return [text if len(found) == 1 else f"{task}: {text}" for task, text in texts.items()]
 
-def _describe(found: list[FirstExamples], cfg: DatasetConfig, steps: int | None) -> list[str]:
-  texts = {each.task: text for each in found if (text := each.text(cfg, steps))}
-  return [text if len(found) == 1 else f"{task}: {text}" for task, text in texts.items()]
+  return describe
 
 
 def _measure(task: Any, cfg: DatasetConfig, share: float) -> FirstExamples:
-  features, lengths = task.output_features, {}
-  try:
-    # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
+  features = task.output_features
+  examples: list[Mapping[str, Any]] = []
+  # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
+  with contextlib.suppress(Exception):
     dataset = read_task(dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0)
-    examples = list(dataset.take(_EXAMPLES).as_numpy_iterator())
-    names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]
-    found = {n: np.array([len(x[n]) for x in examples if n in x]) for n in names}
-    lengths = {name: counts for name, counts in found.items() if len(counts)}
-  except Exception:
-    examples = []
-    if task.supports_caching and not cfg.use_cached:
-      source = task.source.get_dataset(split=cfg.split, shuffle=False, seed=0)
-      texts = task.preprocess_precache(source, seed=0)
-      examples = list(texts.take(_EXAMPLES).as_numpy_iterator())
-  unknown = sum(
-    (
-      count_unknown(text.decode(), feature.vocabulary)
-      for example in examples
-      for name, feature in features.items()
-      if isinstance(text := example.get(f"{name}_pretokenized"), bytes)
-    ),
-    Counter[str](),
+    examples = dataset.take(_EXAMPLES).as_numpy_iterator()
+  examples = list(examples)
+  names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]
+  lengths = {n: np.array([len(x[n]) for x in examples if n in x]) for n in names}
+  unknown = Counter[str]()
+  for example, (name, feature) in itertools.product(examples, features.items()):
+    if isinstance(text := example.get(f"{name}_pretokenized"), bytes):
+      unknown += count_unknown(text.decode(), feature.vocabulary)
+  return FirstExamples(
+    task.name,
+    share,
+    *_number_of_examples(task, cfg),
+    {name: counts for name, counts in lengths.items() if len(counts)},
+    unknown,
   )
-  return FirstExamples(task.name, share, *_number_of_examples(task, cfg), lengths, unknown)
 
 
 def _number_of_examples(task: Any, cfg: DatasetConfig) -> tuple[int | None, bool]:
@@ -299,9 +283,8 @@ def _number_of_examples(task: Any, cfg: DatasetConfig) -> tuple[int | None, bool
   source, split = task.source, cfg.split
   if split not in source.splits:  # a part, such as train[:90%]
     return None, False
-  known = source.num_input_examples(split)
-  if known is not None or not hasattr(source, "count_examples"):
-    return known, True
+  if not hasattr(source, "count_examples"):
+    return source.num_input_examples(split), True
   files = source.list_shards(split)
   if not files or os.path.getsize(files[0]) > _COUNTED_BYTES:
     return None, False

@@ -1,29 +1,31 @@
-"""Turns a `DatasetConfig` into batches of SeqIO's tasks, for training, evaluation and inference."""
+"""Turns a `DatasetConfig`, or any iterable of batches, into the batches of one host, and checks their values."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
+from clu.data import dataset_iterator
+from etils import epath
 
-from rosetta_t5 import terminal
-from rosetta_t5.data import seqio_internals
 from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
 from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.pipeline.task_lookup import naming_data, subtasks_with_split
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tasks.catalogue import registered_names
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.parallel.data_layout import multiples_near
 
 FeatureConverterFactory = Callable[..., "seqio.FeatureConverter"]
-Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
+HostBatch = Mapping[str, np.ndarray]
+
+_INT32 = np.iinfo(np.int32)
 
 
 def get_dataset(
@@ -57,7 +59,6 @@ def get_dataset(
   _check_batch_size(cfg, num_shards)
   seed = resolve_seed(cfg)
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
-    _check_same_seed(seed)
     return cfg.mixture_or_task_name.batches(cfg, shard_id, num_shards, seed)
   shard_info = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
   return get_dataset_inner(cfg, shard_info, feature_converter_cls, seed, num_epochs)
@@ -71,7 +72,6 @@ def get_dataset_inner(
   num_epochs: int | None = None,
 ) -> tf.data.Dataset:
   """Returns the batches of one shard. All processes must pass the same seed."""
-  _check_same_seed(seed)
   converter = feature_converter_cls(
     pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
   )
@@ -169,17 +169,6 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
     )
 
 
-def _check_same_seed(seed: int | None) -> None:
-  if seed is None or jax.process_count() == 1:
-    return
-  from jax.experimental import multihost_utils
-
-  multihost_utils.assert_equal(
-    np.array(seed),
-    f"process {jax.process_index()} shuffles with the seed {seed}, other processes with another one",
-  )
-
-
 def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) -> None:
   """Checks that this shard of every task has an example.
 
@@ -212,150 +201,134 @@ def _has_element(cfg: DatasetConfig, dataset: tf.data.Dataset) -> bool:
     return any(True for _ in dataset.take(1))
 
 
-class InferenceData:
-  """One unshuffled pass over one shard of a task or mixture, without packing.
+def as_batch_iterator(data: Any) -> dataset_iterator.DatasetIterator:
+  """Returns `data` as a clu DatasetIterator, which has next, element_spec, save, restore and reset.
 
-  Attributes:
-    tasks: the task, or the mixture's tasks that have the split.
+  Args:
+    data: a DatasetIterator, a tf.data.Dataset, or an iterable of dictionaries of numpy arrays.
+
+  Raises:
+    ValueError: `data` has another type.
+  """
+  if isinstance(data, dataset_iterator.DatasetIterator):
+    return data
+  # A tf.data.Dataset exists only if TensorFlow has been imported, so it is not imported here.
+  if "tensorflow" in sys.modules and isinstance(data, tf.data.Dataset):
+    return dataset_iterator.TfDatasetIterator(data, checkpoint=True)
+  if not isinstance(data, Iterable) or isinstance(data, Mapping | str):
+    raise ValueError(
+      "The dataset function must return a tf.data.Dataset, a clu DatasetIterator, or an iterable of "
+      f"batches (dictionaries of numpy arrays), got {type(data).__name__}."
+    )
+  return IterableBatches(data)
+
+
+class IterableBatches(dataset_iterator.DatasetIterator):
+  """The batches of any iterable. Its position is a count, so restoring it reads and skips batches.
+
+  The position is exact if the iterable yields the same batches each time.
   """
 
-  def __init__(
-    self, cfg: DatasetConfig, feature_converter_cls: Any, shard_id: int, num_shards: int
-  ):
-    """Checks the arguments; reads no data.
+  def __init__(self, batches: Iterable[HostBatch]):
+    self._batches = batches
+    self._iterator: Iterator[HostBatch] = iter(batches)
+    self._drawn = 0
 
-    Args:
-      cfg: the task or mixture, its split and its feature lengths.
-      feature_converter_cls: called with `pack=False`.
-      shard_id: the shard of the data to read.
-      num_shards: the number of shards; each example is in exactly one.
+  def reset(self) -> None:
+    """Returns to the first batch.
 
     Raises:
-      ValueError: the task, its split, its cache or the shard does not exist, or the lengths do not
-        fit the model.
+      ValueError: batches of an iterable that can be read only once, such as a generator, were returned.
     """
-    if not 0 <= shard_id < num_shards:
+    if not self._drawn:
+      return
+    self._iterator, self._drawn = iter(self._batches), 0
+    if self._iterator is self._batches:
       raise ValueError(
-        f"infer.shard_id must be between 0 and {num_shards - 1} (infer.num_shards = {num_shards}), "
-        f"got {shard_id}. The flag --shard_id also sets it."
+        f"the training data is a {type(self._batches).__name__}, which can be read only once: return a "
+        "list from the dataset function, or an object whose __iter__ starts over"
       )
-    self._converter = feature_converter_cls(pack=False)
-    provider = task_lookup.find_checked_task(cfg, self._converter)
-    self._cfg = cfg
-    self._shard = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
-    self.tasks = subtasks_with_split(cfg, provider)
 
-  def _datasets(self, task: Any) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Returns the examples with the task's features, and with the model's features."""
-    cfg = self._cfg
-    examples = task_lookup.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
-    return examples, self._converter(examples, task_feature_lengths=cfg.task_feature_lengths)
+  def __next__(self) -> HostBatch:
+    batch = next(self._iterator)
+    self._drawn += 1
+    return batch
 
-  def element_spec(self) -> dict[str, tf.TensorSpec]:
-    """Returns shape and dtype of each of the model's features, without a batch dimension."""
-    return self._datasets(self.tasks[0])[1].element_spec
+  @functools.cached_property
+  def element_spec(self) -> dict[str, dataset_iterator.ArraySpec]:
+    """Shapes and dtypes of the first batch, which is read for them and then returned as usual."""
+    first = next(self._iterator, None)
+    if not isinstance(first, Mapping):
+      raise ValueError(
+        "The dataset function's iterable must contain batches, which are dictionaries of numpy "
+        f"arrays, got {'no batch' if first is None else type(first).__name__}"
+      )
+    self._iterator = itertools.chain([first], self._iterator)
+    arrays = {name: np.asarray(value) for name, value in first.items()}
+    return {n: dataset_iterator.ArraySpec(a.dtype, a.shape) for n, a in arrays.items()}
 
-  def chunks(self, task: Any, size: int, first: int = 0) -> Iterator[Chunk]:
-    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`).
+  def describe_data(self) -> dict[str, str]:
+    """Returns {}: nothing is known about the data of an iterable."""
+    return {}
 
-    Raises:
-      ValueError: a file of the task is damaged.
-    """
-    with naming_data(self._cfg):
-      yield from iterate_chunks(*self._datasets(task), size, first)
+  def save(self, filename: epath.PathLike) -> None:
+    """Writes the number of batches that have been returned."""
+    epath.Path(filename).write_text(json.dumps({"drawn": self._drawn}))
 
-
-def iterate_chunks(
-  task_ds: tf.data.Dataset, model_ds: tf.data.Dataset, size: int, first: int = 0
-) -> Iterator[Chunk]:
-  """Yields (number, examples with the task's features, the same with the model's) of each chunk.
-
-  Chunks before the first are read and skipped. A restart therefore sees the same chunks even if the
-  input pipeline cannot save its position.
-
-  Args:
-    task_ds: the examples with the task's features.
-    model_ds: the same examples with the model's features.
-    size: examples per chunk.
-    first: the number of the first chunk to yield.
-  """
-  both = tf.data.Dataset.zip((task_ds, model_ds)).skip(first * size)
-  for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
-    pairs = tf.data.Dataset.from_tensor_slices(chunk)
-    yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)
+  def restore(self, filename: epath.PathLike) -> None:
+    """Continues after the saved number of batches, which are read and dropped."""
+    saved = json.loads(epath.Path(filename).read_text())["drawn"]
+    if saved < self._drawn:
+      self.reset()
+    for _ in range(saved - self._drawn):
+      next(self)
 
 
-def has_metrics(cfg: DatasetConfig) -> bool:
-  """Returns whether the task, or a task of the mixture, has the split and metrics of predictions.
-
-  Raises:
-    ValueError: the task does not exist.
-  """
-  tasks = subtasks_with_split(cfg, task_lookup.find_task_or_mixture(cfg))
-  return any(task.metric_objs for task in tasks)
+def token_limit(model: Any) -> int | None:
+  """Returns the number of token ids that a model knows; None if its network does not state it."""
+  return getattr(getattr(model, "network_config", None), "vocab_size", None)
 
 
-def make_evaluator(
-  cfg: DatasetConfig,
-  feature_converter_cls: Callable[..., Any],
-  evaluator_cls: Callable[..., Any] | None = None,
-  log_dir: str | os.PathLike[str] | None = None,
-) -> seqio.Evaluator:
-  """Returns an evaluator over all examples of a split, which it reads once to find their lengths.
+def check_ids(batch: HostBatch, data: str, vocab_size: int | None) -> None:
+  """Checks that token ids are in the vocabulary, and that other integers fit into the devices' int32.
 
   Args:
-    cfg: the dataset. With `task_feature_lengths` None, the longest example sets the lengths, so that
-      nothing is truncated. With `use_memory_cache` False, each evaluation reads the data again.
-    feature_converter_cls: called with `pack=False`.
-    evaluator_cls: `seqio.Evaluator`, possibly with bound arguments; None means one that writes
-      TensorBoard files and JSON.
-    log_dir: the folder for its loggers; None means no loggers.
-
-  Returns:
-    The evaluator. Its `eval_tasks` are the tasks that have the split and metrics.
+    batch: arrays by feature, [B, ...]. The integers of a feature `*_tokens` are token ids.
+    data: names the data in the message, such as "the task 'squad'".
+    vocab_size: the number of ids that the model knows; None checks only for negative ids.
 
   Raises:
-    ValueError: the task, its split or its cache does not exist, or `cfg.pack` is set.
+    ValueError: a value is out of range.
   """
-  if cfg.pack:
+  for name, values in batch.items():
+    if getattr(values, "dtype", np.dtype(object)).kind not in "iu" or not values.size:
+      continue
+    low, high, reason = _INT32.min, _INT32.max, "integers have 32 bits on the devices"
+    if name.endswith("_tokens"):
+      low, high, reason = 0, (vocab_size or high + 1) - 1, "these are token ids"
+      if vocab_size:
+        reason = f"the model's vocabulary has {vocab_size} ids (its network's vocab_size)"
+    if values.min() >= low and values.max() <= high:
+      continue
+    row, *column = np.argwhere((values < low) | (values > high))[0].tolist()
+    at = f"row {row}, position {column[0]}" if column else f"row {row}"
     raise ValueError(
-      "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
-      f"example; got True for the task '{cfg.name}'"
+      f"{data} has the value {values[(row, *column)]} in {name} ({at} of a batch): it must be from {low} "
+      f"to {high}, because {reason}. Correct the task's vocabulary (-1 is the id of a piece that it "
+      "lacks, mostly the end token) or its preprocessors"
     )
-  provider = task_lookup.find_task_or_mixture(cfg)
-  task_lookup.check_cached(cfg, provider)
-  if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
-    task_lookup.check_split(cfg, provider)
-  if cfg.name not in registered_names() or seqio.get_mixture_or_task(cfg.name) is not provider:
-    raise ValueError(
-      f"The task '{cfg.name}' must be in SeqIO's registry, because the evaluator looks it up there. "
-      "Register it with seqio.TaskRegistry.add, and give its name instead of the task"
-    )
-  if evaluator_cls is None:
-    loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
-    evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
-  log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
-  with naming_data(cfg):
-    evaluator = evaluator_cls(
-      mixture_or_task_name=cfg.name,
-      feature_converter=feature_converter_cls(pack=False),
-      eval_split=cfg.split,
-      use_cached=cfg.use_cached,
-      seed=cfg.seed,
-      sequence_length=cfg.task_feature_lengths,
-      use_memory_cache=cfg.use_memory_cache,
-      **log_options,
-    )
-  seqio_internals.replace_loggers(evaluator, _without_errors)
-  return evaluator
 
 
-def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
-  """Returns a logger that writes UTF-8, and logs an error instead of raising it."""
-  seqio_internals.write_utf8(logger)
+def check_has_target(batch: HostBatch, data: str) -> None:
+  """Checks that a training batch has a target token with a loss weight other than 0.
 
-  def log(*args: Any, **kwargs: Any) -> None:
-    with terminal.optional_output("the results of predictions", Exception):
-      logger(*args, **kwargs)
-
-  return log
+  Raises:
+    ValueError: it has none, so there would be nothing to learn from.
+  """
+  for name in ("decoder_loss_weights", "decoder_target_tokens"):
+    if name in batch and not batch[name].any():
+      raise ValueError(
+        f"a batch of {data} has no target to learn from: its {len(batch[name])} rows have only 0 in "
+        f"{name}, which means padding. Check the task's targets (rosetta-t5 inspect shows them): the "
+        "preprocessors must return at least one token, and TASK_FEATURE_LENGTHS must leave room for it"
+      )

@@ -1,4 +1,4 @@
-"""Feeds batches to the devices: prefetched, sharded, and with a position that can be saved."""
+"""Feeds batches to the devices: checked, prefetched, sharded, and with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
-from rosetta_t5 import terminal
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.data_description import (
-  Description,
-  compare_descriptions,
-  describe_data,
-)
-from rosetta_t5.data.pipeline.host_batches import (
-  TokenLimit,
+from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
+from rosetta_t5.data.pipeline.datasets import (
+  HostBatch,
   as_batch_iterator,
   check_has_target,
   check_ids,
@@ -36,7 +31,6 @@ from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.tensorflow_import import tf
 from rosetta_t5.parallel.partitioner import BasePartitioner, DataLayout
 
-HostBatch = Mapping[str, np.ndarray]
 GlobalBatch = dict[str, jax.Array]
 
 _PREFETCHED_BATCHES = 2
@@ -79,14 +73,14 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._dataset_cfg, self._check = dataset_cfg, check
     self._sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed")
-    self._pending = collections.deque[tuple[Future[HostBatch], Future[GlobalBatch]]]()
+    self._pending = collections.deque[Future[tuple[HostBatch, GlobalBatch]]]()
     self.batches_yielded = 0
 
   def __next__(self) -> GlobalBatch:
     """Returns the next batch. An error from reading it is raised here."""
-    self._submit_reads(_PREFETCHED_BATCHES + 1)
+    self.start_prefetching(_PREFETCHED_BATCHES + 1)
     try:
-      batch = self._pending.popleft()[1].result()
+      host_batch, batch = self._pending.popleft().result()
     except StopIteration:
       if self.batches_yielded:
         raise
@@ -96,30 +90,23 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         "has fewer examples than one batch. Check its files, or set a smaller BATCH_SIZE "
         "(DatasetConfig.batch_size)."
       ) from None
+    if self._check is not None:
+      self._check(host_batch)
     self.batches_yielded += 1
     return batch
 
-  def start_prefetching(self) -> None:
+  def start_prefetching(self, count: int = _PREFETCHED_BATCHES) -> None:
     """Reads ahead in the background, so that the first batch is ready when the step is."""
-    self._submit_reads(_PREFETCHED_BATCHES)
-
-  def _submit_reads(self, count: int) -> None:
     while len(self._pending) < count:
-      self._add_pending(self._thread.submit(self._read))
+      self._pending.append(self._thread.submit(self._read))
 
-  def _add_pending(self, host_batch: Future[HostBatch]) -> None:
-    self._pending.append((host_batch, self._thread.submit(self._check_and_transfer, host_batch)))
-
-  def _read(self) -> HostBatch:
+  def _read(self) -> tuple[HostBatch, GlobalBatch]:
     with naming_data(self._dataset_cfg):
       batch = next(self.iterator)
-    return {name: np.asarray(batch[name]) for name in self._global_shapes}
+    return self._transfer({name: np.asarray(batch[name]) for name in self._global_shapes})
 
-  def _check_and_transfer(self, read: Future[HostBatch]) -> GlobalBatch:
-    host_batch = read.result()
-    if self._check is not None:
-      self._check(host_batch)
-    return {
+  def _transfer(self, host_batch: HostBatch) -> tuple[HostBatch, GlobalBatch]:
+    return host_batch, {
       name: jax.make_array_from_process_local_data(
         self._sharding,
         np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)),
@@ -144,12 +131,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     this process has skipped some.
     """
     is_prepared = isinstance(self.iterator, PreparedIterator)
-    epochs = self.iterator.measures(self.batches_yielded) if is_prepared else {}
+    epochs = self.iterator.batches.measures(self.batches_yielded) if is_prepared else {}
     bad = float(BadExamples.total_in_process)
     return epochs | ({"data/bad_examples": bad} if bad else {})
 
   @functools.cached_property
-  def _description(self) -> Description | None:
+  def _description(self) -> dict[str, Any] | None:
     """What the feed reads, as it is when the first position is saved or restored."""
     cfg = self._dataset_cfg
     return None if cfg is None else describe_data(cfg, self.iterator)
@@ -169,27 +156,26 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       OSError: the files cannot be written. TensorFlow raises its own kinds of errors.
     """
     prefetched = self._wait_for_reads()
-    try:
-      if isinstance(self.iterator, PreparedIterator):
-        self.iterator.save(filename, steps_back=len(prefetched))
-        prefetched = []
-      else:
+    if isinstance(self.iterator, PreparedIterator):
+      self.iterator.save(filename, steps_back=len(prefetched))
+      prefetched = []
+    else:
+      try:
         self.iterator.save(filename)
-    except Exception as error:
-      is_of_tensorflow = type(error).__module__.startswith("tensorflow")
-      if isinstance(error, OSError) or (is_of_tensorflow and "SerializeIter" not in str(error)):
-        raise  # The files could not be written.
-      raise ValueError(
-        f"This input pipeline cannot save its position ({_first_line(error)}). Set "
-        "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
-        "outside of tf.data (tf.py_function, from_generator)."
-      ) from error
+      except Exception as error:
+        if "SerializeIter" not in str(error):
+          raise
+        raise ValueError(
+          f"This input pipeline cannot save its position ({str(error).splitlines()[0][:200]}). Set "
+          "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
+          "outside of tf.data (tf.py_function, from_generator)."
+        ) from error
     state = {  # The names are those of older versions.
       "data": self._description,
       "batches_handed_out": self.batches_yielded,
       "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
-    _feed_file(filename).write_bytes(serialization.msgpack_serialize(state))
+    epath.Path(f"{filename}.feed").write_bytes(serialization.msgpack_serialize(state))
 
   def restore(self, filename: str | epath.Path) -> None:
     """Continues after the batch that was last yielded before `save`.
@@ -200,50 +186,32 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       ValueError: the position does not exist, or belongs to other data or another pipeline.
     """
     self._wait_for_reads()
-    file = _feed_file(filename)
+    file = epath.Path(f"{filename}.feed")
     state = serialization.msgpack_restore(file.read_bytes()) if file.exists() else {}
-    self._compare_data(state.get("data"), filename)
+    if self._description is not None and state.get("data") is not None:
+      changes = compare_descriptions(state["data"], self._description)
+      if changes:
+        raise ValueError(
+          f"the training data has changed since the position {filename} was saved:\n"
+          + "".join(f"  {change}\n" for change in changes)
+          + "Undo the change to continue with the next example"
+        )
     try:
       self.iterator.restore(filename)
     except Exception as error:
       raise ValueError(
-        f"the input pipeline's position cannot be restored from {filename}: {_first_line(error)}. If it "
+        f"the input pipeline's position cannot be restored from {filename}: {str(error)[:200]}. If it "
         "was saved with another task, batch size or data folder, undo that change"
       ) from error
-    self._pending.clear()
     self.batches_yielded = int(state.get("batches_handed_out", self.batches_yielded))
-    for _, host_batch in sorted(state.get("drawn_ahead", {}).items()):
-      read: Future[HostBatch] = Future()
-      read.set_result(host_batch)
-      self._add_pending(read)
-
-  def _compare_data(self, stored: Description | None, filename: str | epath.Path) -> None:
-    """Raises ValueError if a position was saved with other data than the feed reads."""
-    if self._description is None:
-      return
-    if stored is None:
-      terminal.print_line(
-        f"note     the position {filename} does not state which data it belongs to (an older version "
-        "saved it), so changes of the data cannot be detected"
-      )
-      return
-    changes, notes = compare_descriptions(stored, self._description)
-    if changes:
-      raise ValueError(
-        f"the training data has changed since the position {filename} was saved:\n"
-        + "".join(f"  {change}\n" for change in changes)
-        + "Undo the change to continue with the next example"
-      )
-    for note in notes:
-      terminal.print_line(f"note     the training data is the same in another place: {note}")
+    prefetched = [batch for _, batch in sorted(state.get("drawn_ahead", {}).items())]
+    self._pending.clear()
+    self._pending.extend(self._thread.submit(self._transfer, batch) for batch in prefetched)
 
   def _wait_for_reads(self) -> list[HostBatch]:
-    """Waits until the thread is idle, and returns the batches that it has read.
-
-    Batches that a check has refused are among them, so that a restart refuses them again.
-    """
-    wait([batch for _, batch in self._pending])
-    return [read.result() for read, _ in self._pending if read.exception() is None]
+    """Waits until the thread is idle, and returns the batches that it has read."""
+    wait(self._pending)
+    return [read.result()[0] for read in self._pending if read.exception() is None]
 
   def close(self) -> None:
     """Stops prefetching."""
@@ -267,9 +235,8 @@ def training_feed(
     checkpoint_cfg: see `prepare_train_iter`.
   """
   layout = partitioner.get_data_layout(cfg.batch_size)
-  batches = get_dataset_fn(cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS)
   return prepare_train_iter(
-    batches,
+    get_dataset_fn(cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS),
     partitioner=partitioner,
     checkpoint_cfg=checkpoint_cfg,
     data_layout=layout,
@@ -285,7 +252,7 @@ def prepare_train_iter(
   checkpoint_cfg: Any,
   data_layout: DataLayout,
   dataset_cfg: DatasetConfig | None = None,
-  limit: TokenLimit | None = None,
+  limit: int | None = None,
   is_training: bool = True,
 ) -> ShardedDatasetIterator:
   """Returns the feed of a training run, which reads its first batches in the background.
@@ -297,7 +264,7 @@ def prepare_train_iter(
     checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
     data_layout: the size of the global batch and the number of shards.
     dataset_cfg: the data's configuration; see `ShardedDatasetIterator`.
-    limit: the limit of the model's token ids.
+    limit: the number of token ids that the model knows; see `token_limit`.
     is_training: whether each batch must have a target to learn from.
 
   Raises:
@@ -311,30 +278,23 @@ def prepare_train_iter(
       check_has_target(batch, name)
 
   source = as_batch_iterator(train_iter)
-  shapes = {
-    name: _global_shape(name, spec.shape, data_layout)
-    for name, spec in source.element_spec.items()
-    if np.dtype(spec.dtype).kind not in "OSU"
-  }
+  size, local_size = data_layout.batch_size, data_layout.batch_size // data_layout.num_shards
+  shapes: dict[str, tuple[int, ...]] = {}
+  for feature, spec in source.element_spec.items():
+    if np.dtype(spec.dtype).kind in "OSU":
+      continue
+    if tuple(spec.shape)[:1] != (local_size,) or None in tuple(spec.shape):
+      raise ValueError(
+        f"The training data's feature '{feature}' has the shape {tuple(spec.shape)}, but this process "
+        f"reads {local_size} examples per batch (batch size {size} over {data_layout.num_shards} data "
+        "shards). The dataset function must return batches of cfg.batch_size // num_shards examples, "
+        "with all dimensions fixed (drop_remainder=True)."
+      )
+    shapes[feature] = (size, *spec.shape[1:])
   feed = ShardedDatasetIterator(source, partitioner, shapes, dataset_cfg, check)
-  restore_cfg = checkpoint_cfg.restore if checkpoint_cfg else None
-  if not (restore_cfg and restore_cfg.restore_dataset):
+  if not (checkpoint_cfg and checkpoint_cfg.restore and checkpoint_cfg.restore.restore_dataset):
     feed.start_prefetching()
   return feed
-
-
-def _global_shape(
-  name: str, shape: tuple[int | None, ...], data_layout: DataLayout
-) -> tuple[int, ...]:
-  local_size = data_layout.batch_size // data_layout.num_shards
-  if not shape or shape[0] != local_size or None in shape:
-    raise ValueError(
-      f"The training data's feature '{name}' has the shape {tuple(shape)}, but this process reads "
-      f"{local_size} examples per batch (batch size {data_layout.batch_size} over "
-      f"{data_layout.num_shards} data shards). The dataset function must return batches of "
-      "cfg.batch_size // num_shards examples, with all dimensions fixed (drop_remainder=True)."
-    )
-  return (data_layout.batch_size, *(int(size) for size in shape[1:] if size is not None))
 
 
 def get_zeros_batch_like_spec(
@@ -352,12 +312,3 @@ def get_zeros_batch_like_dataset(
     name: jnp.zeros((batch_size or spec.shape[0], *spec.shape[1:]), spec.dtype.as_numpy_dtype)
     for name, spec in dataset.element_spec.items()
   }
-
-
-def _feed_file(filename: str | epath.Path) -> epath.Path:
-  return epath.Path(f"{filename}.feed")
-
-
-def _first_line(error: Exception) -> str:
-  text = str(error).strip() or type(error).__name__
-  return text.splitlines()[0][:200]

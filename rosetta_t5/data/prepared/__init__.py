@@ -5,5 +5,5 @@ each a function of the step. Neither needs TensorFlow.
 """
 
 from rosetta_t5.data.prepared.prepare import prepare
-from rosetta_t5.data.prepared.prepared_batches import PreparedTask, prepared_task
-from rosetta_t5.data.prepared.token_stream import TokenStream
+from rosetta_t5.data.prepared.shards import TokenStream
+from rosetta_t5.data.prepared.task import PreparedTask, prepared_task

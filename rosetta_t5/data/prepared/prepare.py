@@ -5,40 +5,43 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
-import re
 import signal
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from typing import Any
 
 from rosetta_t5 import manifest as file_manifest
 from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import local_path
-from rosetta_t5.data.prepared.shard_job import MANIFEST, SPLITS, VOCABULARY, ShardJob, run_job
+from rosetta_t5.data.prepared.shards import (
+  MANIFEST,
+  SPLITS,
+  VOCABULARY,
+  ShardJob,
+  read_manifest,
+  run_job,
+)
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
-from rosetta_t5.files import exclusive_output, read_json_object, write_atomically
+from rosetta_t5.files import exclusive_output, write_atomically
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _MAX_SHARD_BYTES = 256 << 20
 _MIN_SHARDS = 16  # so that a small corpus is prepared in parallel too
-# The files that a call writes; those of a killed call have the names of `unfinished_path`.
-_OWN_FILES = re.compile(
-  r"\.?((train|validation)-\d+-of-\d+\.(array_record|ends\.npy)|\d+\.(json|progress)"
-  r"|(manifest|checksums)\.json|vocabulary\.model)(\.\d+)?"
-)
+# The files that a call may leave in its folder; those of a killed call have the names of `unfinished_path`.
+_OWN_FILES = ("train-*-of-*", "validation-*-of-*", ".*.[0-9]*", "shards/*.json", "shards/.*.[0-9]*")
 _GIN_FILE = """\
 In a gin file:
 
@@ -100,7 +103,8 @@ def prepare(
   tokenizer = load_sentencepiece(local_path(vocabulary))
   if append_end and tokenizer.eos_id() < 0:
     raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
-  _check_files(folder)
+  if not (folder / "shards").exists() and folder.exists() and any(folder.iterdir()):
+    raise ValueError(f"{folder} contains other files: set --out to a folder that does not exist")
   (folder / "shards").mkdir(parents=True, exist_ok=True)
   settings = {
     "text": text,
@@ -155,23 +159,11 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   ]
 
 
-def _check_files(folder: pathlib.Path) -> None:
-  """Raises ValueError if the folder contains anything that `prepare` does not write."""
-  names = sorted(path.name for path in folder.glob("*") if path.name != "shards")
-  foreign = [name for name in names if not _OWN_FILES.fullmatch(name)]
-  if foreign:
-    raise ValueError(
-      f"{folder} contains {', '.join(foreign[:3])}, which is not prepared data: set --out to a "
-      "folder that contains nothing else"
-    )
-
-
 def _check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
   """Raises ValueError if the folder is complete and has other tokens, which runs may be using."""
-  try:
-    stored = read_json_object(folder / MANIFEST)
-  except (OSError, ValueError):
-    return  # There is nothing to lose: the folder is not complete, or damaged.
+  if not (folder / MANIFEST).exists():
+    return
+  stored = read_manifest(folder)
   stored["vocabulary_sha256"] = stored["vocabulary"]["sha256"]
   others = [
     f"{name} = {stored[name]!r} instead of {value!r}"
@@ -188,10 +180,9 @@ def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None
   """Removes the shards of calls with another number of shards, and what killed calls have left."""
   tokens = [job.file(split) for job in jobs for split in SPLITS]
   indices = [path.with_suffix(".ends.npy") for path in tokens]
-  summaries = [job.summary_file for job in jobs]
-  kept = {VOCABULARY, *(path.name for path in (*tokens, *indices, *summaries))}
-  for path in (*folder.glob("*"), *folder.glob("shards/*")):
-    if path.name not in kept and _OWN_FILES.fullmatch(path.name):
+  kept = {*tokens, *indices, *(job.summary_file for job in jobs)}
+  for path in itertools.chain.from_iterable(map(folder.glob, _OWN_FILES)):
+    if path not in kept:
       path.unlink()
 
 
@@ -227,15 +218,20 @@ def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None
 
 
 def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str, Any]:
-  splits = {split: _split_entry(shards, split) for split in SPLITS}
-  sources = [(path, size) for shard in shards for path, size, _ in shard["sources"]]
-  bad_examples = _sum_counts(shard["bad_examples"] for shard in shards)
+  def total(name: str) -> Counter[str]:
+    return sum((Counter(shard[name]) for shard in shards), Counter[str]())
+
+  splits: dict[str, dict[str, Any]] = {}
+  for split in SPLITS:
+    entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
+    counts = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
+    splits[split] = {**counts, "shards": entries}
+  bad_examples = total("bad_examples")
   first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
   if not splits["train"]["documents"]:
     raise ValueError(
-      f"There is no document for training in {len(sources)} files "
-      f"({splits['validation']['documents']} for validation, {sum(bad_examples.values())} bad "
-      f"examples; the first bad example: {first_bad})"
+      f"There is no document for training ({splits['validation']['documents']} for validation, "
+      f"{bad_examples.total()} bad examples; the first bad example: {first_bad})"
     )
   return {
     "format": 1,
@@ -245,23 +241,10 @@ def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str
     "validation_percent": job.validation_percent,
     "text_bytes": sum(shard["text_bytes"] for shard in shards),
     "splits": splits,
-    "losses": _sum_counts(shard.get("losses", {}) for shard in shards),
-    "bad_examples": dict(bad_examples),
+    "losses": total("losses"),
+    "bad_examples": bad_examples,
     "first_bad_example": first_bad,
-    "sources": [{"file": path, "bytes": size} for path, size in sources],
-  }
-
-
-def _sum_counts(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-  return sum(map(Counter, counts), Counter())
-
-
-def _split_entry(shards: Sequence[Summary], split: str) -> dict[str, Any]:
-  entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
-  return {
-    "documents": sum(shard["documents"] for shard in entries),
-    "tokens": sum(shard["tokens"] for shard in entries),
-    "shards": entries,
+    "sources": [{"file": path, "bytes": n} for shard in shards for path, n, _ in shard["sources"]],
   }
 
 
@@ -295,11 +278,11 @@ def run(arguments: argparse.Namespace) -> int:
   terminal.continue_without_output()
   columns = tuple(arguments.columns or ()) or None
   read_options = ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted)
-  started = time.monotonic()
-  with (
-    _dask_executor(arguments.dask) as executor,
-    terminal.progress_bar("preparing", unit="shards", stream=sys.stderr) as bar,
-  ):
+  with contextlib.ExitStack() as stack:
+    bar = stack.enter_context(terminal.progress_bar("preparing", unit="shards", stream=sys.stderr))
+    executor = None
+    if arguments.dask is not None:
+      executor = stack.enter_context(_dask_client(arguments.dask)).get_executor()
     manifest = prepare(
       arguments.input,
       arguments.vocab,
@@ -313,38 +296,25 @@ def run(arguments: argparse.Namespace) -> int:
       executor=executor,
       progress=bar.update,
     )
-  print(f"{arguments.out} is complete after {time.monotonic() - started:.1f} s:")
+  print(f"{arguments.out} is complete:")
   print("\n".join(_summary(manifest)))
   print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")
   return 0
 
 
-@contextlib.contextmanager
-def _dask_executor(address: str | None) -> Iterator[Executor | None]:
-  """Yields the executor of a Dask cluster, or None for a pool of processes."""
-  if address is None:
-    yield None
-    return
+def _dask_client(address: str) -> Any:
   try:
     from dask import distributed
   except ImportError:
     raise ValueError("--dask needs Dask: pip install 'rosetta-t5[cluster]'") from None
-  with distributed.Client(None if address == "local" else address) as client:
-    yield client.get_executor()
+  return distributed.Client(None if address == "local" else address)
 
 
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
-  splits, vocabulary = manifest["splits"], manifest["vocabulary"]
-  for name, split in splits.items():
+  for name, split in manifest["splits"].items():
     yield f"  {name:<11}{split['documents']:>12,} documents {split['tokens']:>15,} tokens"
-  text_bytes = manifest["text_bytes"]
-  bytes_per_token = text_bytes / sum(split["tokens"] for split in splits.values())
-  yield f"  {text_bytes / 1e6:,.1f} MB of text, {bytes_per_token:.2f} bytes per token"
-  losses = manifest["losses"]
-  yield from (f"  {line}" for line in describe_lost(losses))
-  yield from (f"  note: {problem}" for problem in lost_text_problems(losses))
+  yield from (f"  {line}" for line in describe_lost(manifest["losses"]))
+  yield from (f"  note: {problem}" for problem in lost_text_problems(manifest["losses"]))
   if manifest["bad_examples"]:
-    counts = manifest["bad_examples"].items()
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in counts)
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in manifest["bad_examples"].items())
     yield f"  bad examples left out: {reasons}; the first: {manifest['first_bad_example']}"
-  yield f"  vocabulary {vocabulary['sha256'][:16]}, {vocabulary['pieces']} pieces"

@@ -1,44 +1,54 @@
-"""Prepared folders as the data of a run: each batch is a function of the seed and the step, on any number of hosts.
+"""Prepared folders as batches: each is a function of the seed and the step, on any number of hosts.
 
 Each host reads its rows of every global batch. A position in the data is the number of a step, so a
-run can continue at any step without reading what came before it.
+run can continue at any step without reading what came before it. An example's number and the seed
+determine its segment of a stream of tokens, in constant time.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
+import math
 import pathlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any, ClassVar
 
 import numpy as np
 from clu.data import dataset_iterator
 from etils import epath
 
-from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, check_one_of, one_of
-from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.prepared.batch_objectives import (
-  OBJECTIVES,
-  BatchObjective,
-  make_objectives,
-  random_keys,
-)
-from rosetta_t5.data.prepared.token_stream import (
-  ProportionalMixture,
-  RateMixture,
-  Segments,
-  TokenStream,
-  read_manifest,
-)
+from rosetta_t5.data.prepared.shards import TokenStream
 from rosetta_t5.data.reading.files import list_files
-from rosetta_t5.data.tensorflow_import import seqio
 
 EPOCHS = "data/epochs/"  # before a folder's name, in the names of metrics
 HostBatch = dict[str, np.ndarray]
-Objective = Annotated[str, one_of(OBJECTIVES)]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
+_WINDOW = 1000  # number of consecutive examples among which each source has exactly its share
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchObjective:
+  """Makes a task's features from segments of text.
+
+  Attributes:
+    length: number of tokens in a segment.
+  """
+
+  length: int
+  stored_name: ClassVar[str]  # the class's name in `description`
+
+  @property
+  def description(self) -> str:
+    """The objective with its settings, which must stay as they are in positions of existing runs."""
+    return str(self).replace(type(self).__name__, self.stored_name, 1)
+
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
+    """Returns the task's features, padded with zeros at the end."""
+    raise NotImplementedError
 
 
 @dataclasses.dataclass
@@ -96,7 +106,7 @@ class BatchSequence:
   def measures(self, step: int) -> dict[str, float]:
     """Returns {"data/epochs/NAME": how many times a folder has been read at the beginning of a step}."""
     assert isinstance(self.mixture, RateMixture)
-    epochs: dict[pathlib.Path, float] = collections.defaultdict(float)
+    epochs = defaultdict[pathlib.Path, float](float)
     for source, segments in enumerate(self.segments):
       examples = self.mixture.examples_before(step * self.batch_size, source)
       epochs[segments.stream.folder] += examples / segments.count
@@ -157,7 +167,7 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
       workers: number of Grain's processes for prefetching; 0 for none.
     """
     self.batches = batches
-    self.describe_data, self.measures = batches.describe_data, batches.measures
+    self.describe_data = batches.describe_data
     self._threads = threads or 2
     self._workers = workers
     self.reset()
@@ -198,122 +208,150 @@ class PreparedIterator(dataset_iterator.DatasetIterator):
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedTask:
-  """Takes the place of a SeqIO task in `DatasetConfig.mixture_or_task_name`.
+class Segments:
+  """A token stream that is cut into segments of equal length, differently in each epoch.
 
   Attributes:
-    folders: folders that `rosetta-t5 prepare` wrote.
-    objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
-    rates: how often each folder is drawn from; None draws from all tokens equally often.
-    extra_ids: number of sentinels above the vocabulary's pieces.
-    name: the task's name in logs and metrics.
-    noise_density: fraction of the tokens that span_corruption drops.
-    mean_span_length: mean number of tokens in a span that span_corruption drops.
+    stream: the tokens.
+    length: number of tokens in a segment.
+    seed: determines the order of the segments, and the token at which the first one starts.
+    shuffle: False keeps the segments in order; the first one starts at the first token.
   """
 
-  folders: tuple[str, ...]
-  objective: str = "span_corruption"
-  rates: tuple[float, ...] | None = None
-  extra_ids: NonNegative = 100
-  name: str = "prepared"
-  noise_density: Rate = 0.15
-  mean_span_length: PositiveNumber = 3.0
+  stream: TokenStream
+  length: int
+  seed: int
+  shuffle: bool
 
   def __post_init__(self) -> None:
-    check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
-    if self.rates is not None and len(self.rates) != len(self.folders):
+    if self.stream.size < self.length:
       raise ValueError(
-        "prepared_task must have one rate for each folder, got "
-        f"{len(self.folders)} folders and {len(self.rates)} rates"
-      )
-    digests = {read_manifest(f)["vocabulary"]["sha256"]: f for f in self.folders}
-    if len(digests) > 1:
-      raise ValueError(
-        f"{' and '.join(digests.values())} were prepared with different vocabularies: prepare all "
-        "folders with the same one"
+        f"{self.stream.folder} has {self.stream.size} tokens, fewer than the {self.length} of one "
+        "example: prepare more text, or set smaller TASK_FEATURE_LENGTHS"
       )
 
   @property
-  def splits(self) -> list[str]:
-    """The splits that all folders have."""
-    splits = [read_manifest(folder)["splits"] for folder in self.folders]
-    return sorted(name for name in splits[0] if all(split[name]["shards"] for split in splits))
+  def count(self) -> int:
+    """The number of segments in an epoch.
 
-  @property
-  def output_features(self) -> dict[str, Any]:
-    """The features as SeqIO describes them, with their vocabulary."""
-    path = TokenStream(self.folders[0], self.splits[0]).vocabulary
-    feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
-    names = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
-    return dict.fromkeys(names, feature)
+    With shuffling it is one fewer than the stream could hold, so that the first start can vary.
+    """
+    return max(1, self.stream.size // self.length - self.shuffle)
 
-  def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
-    """Returns this shard's rows of every training batch.
+  def start(self, number: int) -> int:
+    """Returns the position of the first token of segment `number`, counted over all epochs."""
+    epoch, index = divmod(number, self.count)
+    if not self.shuffle:
+      return index * self.length
+    spare = self.stream.size - self.count * self.length
+    offset = int(random_keys(self.seed, epoch, 1)) % min(spare + 1, self.length)
+    return offset + _shuffle(index, self.count, random_keys(self.seed, epoch, 2)) * self.length
+
+
+class RateMixture:
+  """Draws examples endlessly from several sources; each has its exact share of every 1000 examples.
+
+  Attributes:
+    shares: each source's number of examples among 1000.
+  """
+
+  def __init__(self, rates: Sequence[float], seed: int):
+    """Builds a mixture.
+
+    Args:
+      rates: the sources' rates, in any unit.
+      seed: determines the order of the sources.
 
     Raises:
-      ValueError: the lengths do not fit the objective; or the split does not exist, or has fewer
-        tokens than one example.
+      ValueError: a rate is not positive.
     """
-    lengths = dict(cfg.task_feature_lengths or {})
-    streams = [TokenStream(folder, cfg.split) for folder in self.folders]
-    objectives = make_objectives(
-      self.objective,
-      lengths,
-      streams[0].manifest["vocabulary"]["pieces"],
-      self.extra_ids,
-      streams[0].encode,
-      self.noise_density,
-      self.mean_span_length,
-    )
-    sources = [(stream, objective) for stream in streams for objective in objectives]
-    rates = self.rates or [float(stream.size) for stream in streams]
-    return BatchSequence(
-      segments=[
-        Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
-        for number, (stream, objective) in enumerate(sources)
-      ],
-      objectives=[objective for _, objective in sources],
-      mixture=RateMixture([rate for rate in rates for _ in objectives], seed),
-      lengths=lengths,
-      batch_size=cfg.batch_size,
-      rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
-      seed=seed,
-      pack=cfg.pack,
-    )
+    if not rates or min(rates) <= 0:
+      raise ValueError(f"prepared_task.rates must be one rate above 0 for each source, got {rates}")
+    self.shares = _integer_shares(rates, _WINDOW)
+    self._seed = seed
+    self._sources, self._ranks = _sources_and_ranks(self.shares)
 
-  def batches(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
-    """Returns an endless iterator of training batches; see `batch_sequence`."""
-    batches = self.batch_sequence(cfg, shard, shards, seed)
-    return PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
+  def __len__(self) -> int:
+    return sys.maxsize
 
-  def eval_batches(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> BatchSequence:
-    """Returns at most `steps` batches, in which each example occurs once.
+  def locate(self, number: int) -> tuple[int, int]:
+    """Returns the source of example `number`, and the example's index in that source."""
+    if len(self.shares) == 1:
+      return 0, number
+    window, index = divmod(number, _WINDOW)
+    index = _shuffle(index, _WINDOW, random_keys(self._seed, window, 3))
+    source = int(self._sources[index])
+    return source, window * self.shares[source] + int(self._ranks[index])
 
-    The last batch may have empty rows.
+  def examples_before(self, number: int, source: int) -> float:
+    """Returns how many of a source's examples precede `number`, to within one window's share."""
+    return number * self.shares[source] / _WINDOW
+
+
+class ProportionalMixture:
+  """Draws each example of several sources once, for evaluation.
+
+  The sources are mixed evenly, and the examples of each source are in order.
+  """
+
+  def __init__(self, counts: Sequence[int], limit: int):
+    """Builds a mixture.
+
+    Args:
+      counts: each source's number of examples.
+      limit: the largest number of examples to draw.
     """
-    cfg = dataclasses.replace(cfg, shuffle=False)
-    batches = self.batch_sequence(cfg, shard, shards, cfg.seed or 0)
-    counts = [segments.count for segments in batches.segments]
-    mixture = ProportionalMixture(counts, steps * cfg.batch_size)
-    return dataclasses.replace(batches, mixture=mixture)
+    total = min(limit, sum(counts))
+    # Among the first `total` examples no source exceeds its proportion by more than one.
+    parts = [min(count, total * count // sum(counts) + 1) for count in counts]
+    sources, ranks = _sources_and_ranks(parts)
+    order = np.lexsort((sources, (ranks + 0.5) / np.asarray(counts)[sources]))[:total]
+    self._sources, self._ranks = sources[order], ranks[order]
 
-  def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:
-    """Returns a line about each folder: how many epochs the steps are."""
-    measures = self.batch_sequence(cfg, 0, 1, 0).measures(steps) if steps else {}
-    epochs = {name.removeprefix(EPOCHS): n for name, n in measures.items()}
-    return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
+  def __len__(self) -> int:
+    return len(self._ranks)
+
+  def locate(self, number: int) -> tuple[int, int]:
+    """Returns the source of example `number`, and the example's index in that source."""
+    return int(self._sources[number]), int(self._ranks[number])
 
 
-def prepared_task(
-  folders: str | Sequence[str],
-  objective: Objective = "span_corruption",
-  rates: Sequence[float] | None = None,
-  extra_ids: NonNegative = 100,
-  name: str = "prepared",
-  noise_density: Rate = 0.15,
-  mean_span_length: PositiveNumber = 3.0,
-) -> PreparedTask:
-  """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
-  folders = (folders,) if isinstance(folders, str) else tuple(folders)
-  rates = tuple(rates) if rates else None
-  return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
+def _sources_and_ranks(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns two arrays: each example's source, and its index in that source."""
+  ranks = [np.arange(count) for count in counts]
+  return np.repeat(np.arange(len(counts)), counts), np.concatenate(ranks)
+
+
+def _shuffle(index: int, count: int, key: np.ndarray) -> int:
+  """Returns the image of `index` under a random permutation of range(count)."""
+  from grain.experimental import index_shuffle
+
+  return index_shuffle(index, count - 1, int(key) % (1 << 32), 4)
+
+
+def _integer_shares(rates: Sequence[float], total: int) -> list[int]:
+  """Distributes `total` by the largest-remainder method; every share is at least 1."""
+  exact = np.asarray(rates, np.float64) / math.fsum(rates) * total
+  shares = np.maximum(np.floor(exact).astype(int), 1)
+  missing = max(total - shares.sum(), 0)
+  shares[np.argsort(exact - shares)[::-1][:missing]] += 1
+  while shares.sum() > total:
+    shares[np.argmax(shares)] -= 1
+  return shares.tolist()
+
+
+@np.errstate(over="ignore")
+def splitmix64(values: np.ndarray) -> np.ndarray:
+  """Hashes each uint64 with splitmix64 (Steele et al. 2014), which serves as a random generator."""
+  values = values + GOLDEN
+  values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+  values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+  return values ^ (values >> np.uint64(31))
+
+
+def random_keys(*numbers: int | np.ndarray) -> np.ndarray:
+  """Returns a uint64 key for each combination of the numbers; arrays are broadcast."""
+  key = np.zeros((), np.uint64)
+  for number in numbers:
+    key = splitmix64(key ^ splitmix64(np.asarray(number).astype(np.uint64)))
+  return key

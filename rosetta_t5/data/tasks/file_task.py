@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from absl import logging
 
 from rosetta_t5.argument_types import Percentage, Positive, check_one_of, one_of
+from rosetta_t5.data import objectives
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_copies import T5_VOCABULARY
-from rosetta_t5.data.objectives import text_objectives
 from rosetta_t5.data.reading import (
   BadExamples,
   BlockReader,
@@ -36,7 +36,7 @@ def file_task(
   files: str | Sequence[str],
   *,
   vocabulary: seqio.Vocabulary | None = None,
-  objective: Annotated[str, one_of(text_objectives.OBJECTIVES)] = "span_corruption",
+  objective: Annotated[str, one_of(objectives.OBJECTIVES)] = "span_corruption",
   text: str = "text",
   inputs: str | None = None,
   targets: str | None = None,
@@ -292,14 +292,14 @@ def _register(
 
   feature = seqio.Feature(vocabulary, add_eos=True)
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
-  tasks: dict[str, text_objectives.Denoiser | None] = {name: None}
+  tasks: dict[str, objectives.Denoiser | None] = {name: None}
   if objective == "ul2":
-    tasks = {f"{name}_{key}": denoiser for key, denoiser in text_objectives.UL2_DENOISERS.items()}
+    tasks = {f"{name}_{key}": denoiser for key, denoiser in objectives.UL2_DENOISERS.items()}
   for task, denoiser in tasks.items():
     seqio.TaskRegistry.add(
       task,
       source=source,
-      preprocessors=text_objectives.objective_preprocessors(objective, denoiser),
+      preprocessors=objectives.objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
       metric_fns=list(metric_fns),
       task_cls=CountedTask,
@@ -311,7 +311,7 @@ def _register(
 def _templates(
   objective: str, text: str, inputs: str | None, targets: str | None
 ) -> Mapping[str, str]:
-  check_one_of("file_task.objective", objective, text_objectives.OBJECTIVES)
+  check_one_of("file_task.objective", objective, objectives.OBJECTIVES)
   if objective != "seq2seq":
     if inputs or targets:
       raise ValueError(

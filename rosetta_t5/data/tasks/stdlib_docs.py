@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5.data import quickstart_data
-from rosetta_t5.data.objectives.span_corruption import span_corruption
-from rosetta_t5.data.objectives.text_objectives import objective_preprocessors
+from rosetta_t5.data.objectives import objective_preprocessors, span_corruption
 from rosetta_t5.data.tensorflow_import import seqio
 
 TASK = "stdlib_docs_span_corruption"

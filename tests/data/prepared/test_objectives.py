@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rosetta_t5.data.objectives.span_corruption import warn_of_missing_sentinels
-from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, denoise_with_mode
+from rosetta_t5.data.objectives import (
+  UL2_DENOISERS,
+  denoise_with_mode,
+  warn_of_missing_sentinels,
+)
 from rosetta_t5.data.prepared import prepared_task
-from rosetta_t5.data.prepared.batch_objectives import make_objectives, random_keys
+from rosetta_t5.data.prepared.prepared_batches import random_keys
+from rosetta_t5.data.prepared.task import make_objectives
 
 PIECES = 1000
 EXTRA_IDS = 200

@@ -18,7 +18,7 @@ import sentencepiece
 from inline_executor import InlineExecutor
 
 from rosetta_t5.data.prepared import TokenStream, prepare
-from rosetta_t5.data.prepared.shard_job import TOKENS_PER_RECORD
+from rosetta_t5.data.prepared.shards import TOKENS_PER_RECORD
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.files import exclusive_output
 
@@ -195,7 +195,7 @@ def test_input_without_training_documents_is_refused_with_counts(
 ) -> None:
   (tmp_path / "in").mkdir()
   (tmp_path / "in/a.jsonl").write_text("")
-  with pytest.raises(ValueError, match=r"no document for training in 1 files \(0 for"):
+  with pytest.raises(ValueError, match=r"no document for training \(0 for"):
     run(tmp_path, vocabulary)
 
 
@@ -213,23 +213,9 @@ def test_a_folder_with_foreign_files_is_refused(
 ) -> None:
   (tmp_path / "out").mkdir()
   (tmp_path / "out/thesis.tex").write_text("mine")
-  with pytest.raises(ValueError, match=r"contains thesis\.tex, which is not prepared data"):
+  with pytest.raises(ValueError, match=r"out contains other files: set --out"):
     run(tmp_path, vocabulary)
   assert os.listdir(tmp_path / "out") == ["thesis.tex"]
-
-
-def test_data_of_others_is_not_deleted(
-  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
-) -> None:
-  (tmp_path / "out/shards").mkdir(parents=True)
-  name = "c4-train.array_record-00000-of-00001"
-  for path in (tmp_path / "out" / name, tmp_path / "out/shards/0.jsonl"):
-    path.write_text("mine")
-  with pytest.raises(ValueError, match=f"contains {name}, which is not prepared data"):
-    run(tmp_path, vocabulary)
-  (tmp_path / "out" / name).unlink()
-  run(tmp_path, vocabulary)
-  assert (tmp_path / "out/shards/0.jsonl").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "train-00000-of-00004.ends.npy"])

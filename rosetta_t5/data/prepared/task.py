@@ -1,52 +1,170 @@
-"""Training objectives on batches of prepared segments, in numpy.
+"""The task `data.prepared_task` of prepared folders, and its training objectives in numpy.
 
-They are the objectives and UL2 denoisers of `data.objectives`, without TensorFlow, with the same
-distributions but other random numbers: a row depends only on its own tokens and key.
+The objectives are those of `data.objectives`, without TensorFlow, with the same distributions but other
+random numbers: a row depends only on its own tokens and key.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
-from rosetta_t5.data.objectives.span_corruption import (
+from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, check_one_of, one_of
+from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.objectives import (
+  UL2_DENOISERS,
+  Denoiser,
   noise_and_spans,
+  prefix_lengths,
   segment_length,
   warn_of_missing_sentinels,
 )
-from rosetta_t5.data.objectives.text_objectives import UL2_DENOISERS, Denoiser, prefix_lengths
+from rosetta_t5.data.prepared.prepared_batches import (
+  EPOCHS,
+  GOLDEN,
+  BatchObjective,
+  BatchSequence,
+  HostBatch,
+  PreparedIterator,
+  ProportionalMixture,
+  RateMixture,
+  Segments,
+  random_keys,
+  splitmix64,
+)
+from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
+from rosetta_t5.data.tensorflow_import import seqio
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
+Objective = Annotated[str, one_of(OBJECTIVES)]
 _END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
-
-Features = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchObjective(abc.ABC):
-  """Makes a task's features from segments of text.
+class PreparedTask:
+  """Takes the place of a SeqIO task in `DatasetConfig.mixture_or_task_name`.
 
   Attributes:
-    length: number of tokens in a segment.
+    folders: folders that `rosetta-t5 prepare` wrote.
+    objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
+    rates: how often each folder is drawn from; None draws from all tokens equally often.
+    extra_ids: number of sentinels above the vocabulary's pieces.
+    name: the task's name in logs and metrics.
+    noise_density: fraction of the tokens that span_corruption drops.
+    mean_span_length: mean number of tokens in a span that span_corruption drops.
   """
 
-  length: int
-  # The class's name in `description`, which positions in the data contain.
-  stored_name: ClassVar[str]
+  folders: tuple[str, ...]
+  objective: str = "span_corruption"
+  rates: tuple[float, ...] | None = None
+  extra_ids: NonNegative = 100
+  name: str = "prepared"
+  noise_density: Rate = 0.15
+  mean_span_length: PositiveNumber = 3.0
+
+  def __post_init__(self) -> None:
+    check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
+    if self.rates is not None and len(self.rates) != len(self.folders):
+      raise ValueError(
+        "prepared_task must have one rate for each folder, got "
+        f"{len(self.folders)} folders and {len(self.rates)} rates"
+      )
+    digests = {read_manifest(f)["vocabulary"]["sha256"]: f for f in self.folders}
+    if len(digests) > 1:
+      raise ValueError(
+        f"{' and '.join(digests.values())} were prepared with different vocabularies: prepare all "
+        "folders with the same one"
+      )
 
   @property
-  def description(self) -> str:
-    """The objective with its settings, which must stay as they are in positions of existing runs."""
-    return str(self).replace(type(self).__name__, self.stored_name, 1)
+  def splits(self) -> list[str]:
+    """The splits that all folders have."""
+    splits = [read_manifest(folder)["splits"] for folder in self.folders]
+    return sorted(name for name in splits[0] if all(split[name]["shards"] for split in splits))
 
-  @abc.abstractmethod
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
-    """Returns the task's features, padded with zeros at the end."""
+  @property
+  def output_features(self) -> dict[str, Any]:
+    """The features as SeqIO describes them, with their vocabulary."""
+    path = os.path.join(self.folders[0], VOCABULARY)
+    feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
+    names = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
+    return dict.fromkeys(names, feature)
+
+  def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
+    """Returns this shard's rows of every training batch.
+
+    Raises:
+      ValueError: the lengths do not fit the objective; or the split does not exist, or has fewer
+        tokens than one example.
+    """
+    lengths = dict(cfg.task_feature_lengths or {})
+    streams = [TokenStream(folder, cfg.split) for folder in self.folders]
+    objectives = make_objectives(
+      self.objective,
+      lengths,
+      streams[0].manifest["vocabulary"]["pieces"],
+      self.extra_ids,
+      load_sentencepiece(os.path.join(self.folders[0], VOCABULARY)).encode,
+      self.noise_density,
+      self.mean_span_length,
+    )
+    sources = [(stream, objective) for stream in streams for objective in objectives]
+    rates = self.rates or [float(stream.size) for stream in streams]
+    return BatchSequence(
+      segments=[
+        Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
+        for number, (stream, objective) in enumerate(sources)
+      ],
+      objectives=[objective for _, objective in sources],
+      mixture=RateMixture([rate for rate in rates for _ in objectives], seed),
+      lengths=lengths,
+      batch_size=cfg.batch_size,
+      rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
+      seed=seed,
+      pack=cfg.pack,
+    )
+
+  def batches(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
+    """Returns an endless iterator of training batches; see `batch_sequence`."""
+    batches = self.batch_sequence(cfg, shard, shards, seed)
+    return PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
+
+  def eval_batches(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> BatchSequence:
+    """Returns at most `steps` batches, in which each example occurs once.
+
+    The last batch may have empty rows.
+    """
+    cfg = dataclasses.replace(cfg, shuffle=False)
+    batches = self.batch_sequence(cfg, shard, shards, cfg.seed or 0)
+    counts = [segments.count for segments in batches.segments]
+    mixture = ProportionalMixture(counts, steps * cfg.batch_size)
+    return dataclasses.replace(batches, mixture=mixture)
+
+  def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:
+    """Returns a line about each folder: how many epochs the steps are."""
+    measures = self.batch_sequence(cfg, 0, 1, 0).measures(steps) if steps else {}
+    epochs = {name.removeprefix(EPOCHS): n for name, n in measures.items()}
+    return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
+
+
+def prepared_task(
+  folders: str | Sequence[str],
+  objective: Objective = "span_corruption",
+  rates: Sequence[float] | None = None,
+  extra_ids: NonNegative = 100,
+  name: str = "prepared",
+  noise_density: Rate = 0.15,
+  mean_span_length: PositiveNumber = 3.0,
+) -> PreparedTask:
+  """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
+  folders = (folders,) if isinstance(folders, str) else tuple(folders)
+  rates = tuple(rates) if rates else None
+  return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +173,7 @@ class CausalLM(BatchObjective):
 
   stored_name = "Plain"
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
     """Returns the tokens as targets."""
     del keys_B
     return {"targets": tokens_BL}
@@ -78,7 +196,7 @@ class SpanCorruption(BatchObjective):
   vocab_size: int
   mode: tuple[int, ...] = ()
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
     """Returns the corrupted text as inputs and the dropped spans as targets."""
     inputs, targets = corrupt_spans(
       tokens_BL, keys_B, self.vocab_size, self.density, self.mean_length
@@ -102,7 +220,7 @@ class PrefixLM(BatchObjective):
   most: int
   mode: tuple[int, ...] = ()
 
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> Features:
+  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
     """Returns the beginning as inputs and the end as targets."""
     fraction_B = random_keys(keys_B, 2) / 2.0**64 * 2 * self.density
     ends_B = np.clip(np.rint(fraction_B * self.length), 1, min(self.length - 1, self.most))
@@ -188,7 +306,7 @@ def _fit_denoiser(
 
 def _inputs_and_targets(
   mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray
-) -> Features:
+) -> HostBatch:
   modes_BK = np.tile(np.array(mode, np.int32), (len(inputs_BL), 1))
   inputs_BL = np.concatenate([modes_BK, inputs_BL], axis=1)
   return {"inputs": _append_end(inputs_BL), "targets": _append_end(targets_BM)}
@@ -200,23 +318,6 @@ def _append_end(tokens_BL: np.ndarray) -> np.ndarray:
   ends_B = np.count_nonzero(tokens_BL, axis=1)
   tokens_BL[np.arange(len(tokens_BL)), ends_B] = _END
   return tokens_BL
-
-
-@np.errstate(over="ignore")
-def splitmix64(values: np.ndarray) -> np.ndarray:
-  """Hashes each uint64 with splitmix64 (Steele et al. 2014), which serves as a random generator."""
-  values = values + _GOLDEN
-  values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-  values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-  return values ^ (values >> np.uint64(31))
-
-
-def random_keys(*numbers: int | np.ndarray) -> np.ndarray:
-  """Returns a uint64 key for each combination of the numbers; arrays are broadcast."""
-  key = np.zeros((), np.uint64)
-  for number in numbers:
-    key = splitmix64(key ^ splitmix64(np.asarray(number).astype(np.uint64)))
-  return key
 
 
 def corrupt_spans(
@@ -262,6 +363,6 @@ def _random_parts(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
   if parts == 1:
     return np.full((len(keys_B), 1), total)
   positions = np.arange(total - 1, dtype=np.uint64)
-  draws = splitmix64(keys_B[:, None] + positions * _GOLDEN)
+  draws = splitmix64(keys_B[:, None] + positions * GOLDEN)
   cuts = np.sort(np.argpartition(draws, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
   return np.diff(cuts, axis=1, prepend=0, append=total)

@@ -1,15 +1,22 @@
-"""T5's span corruption as SeqIO preprocessors (Raffel et al. 2020, sections 3.1.4 and 3.3.4).
+"""Training objectives on text, as the preprocessors of SeqIO tasks.
 
-A text's tokens are cut into spans that are alternately kept and dropped. The input has the kept tokens and
-one sentinel for each dropped span. The target has the dropped tokens and one sentinel for each kept span.
-The random draws are those of T5's own preprocessors in the same order, so the same seed gives the same
-examples.
+span_corruption   Raffel et al. 2020, sections 3.1.4 and 3.3.4
+prefix_lm         Raffel et al. 2020, section 3.2.3: a text is cut in two, the model predicts the second part
+causal_lm         the model predicts each token from those before it, for decoder-only models ("targets" alone)
+seq2seq           inputs and targets are used as they are
+ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode token
+
+For span corruption, a text's tokens are cut into spans that are alternately kept and dropped. The input has
+the kept tokens and one sentinel for each dropped span. The target has the dropped tokens and one sentinel for
+each kept span. The random draws are those of T5's own preprocessors in the same order, so the same seed gives
+the same examples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -21,6 +28,154 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 # The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
 _MAX_CHUNK_LENGTH = 65536
 _JOINED_DOCUMENTS = 128
+OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "seq2seq", "ul2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoiser:
+  """One of UL2's denoisers.
+
+  Attributes:
+    mode: text before the inputs that announces the denoiser to the model.
+    density: fraction of the tokens that the model predicts. If `mean_length` is None, it may be None
+      too: the text is then cut at any position.
+    mean_length: mean number of tokens in a span; None means one span at the end of the text.
+  """
+
+  mode: str
+  density: float | None
+  mean_length: float | None
+
+
+# Table 1 of the paper: R(egular), X(treme) and S(equential) denoisers, drawn equally often.
+UL2_DENOISERS: Mapping[str, Denoiser] = {
+  "r3": Denoiser("[NLU]", 0.15, 3.0),
+  "r8": Denoiser("[NLU]", 0.15, 8.0),
+  "x3": Denoiser("[NLG]", 0.5, 3.0),
+  "x8": Denoiser("[NLG]", 0.5, 8.0),
+  "x64": Denoiser("[NLG]", 0.15, 64.0),
+  "x64_half": Denoiser("[NLG]", 0.5, 64.0),
+  "s": Denoiser("[S2S]", 0.25, None),
+}
+
+
+def objective_preprocessors(
+  objective: str, denoiser: Denoiser | None = None
+) -> list[Callable[..., Any]]:
+  """Returns the preprocessors that turn texts into training examples.
+
+  The texts are the feature "targets", or both features for seq2seq.
+
+  Args:
+    objective: one of OBJECTIVES.
+    denoiser: one of UL2's denoisers, which "ul2" requires; None for the other objectives.
+  """
+  stages: dict[str, list[Callable[..., Any]]] = {
+    "span_corruption": [span_corruption],
+    "prefix_lm": [prefix_lm],
+    "causal_lm": [causal_lm],
+    "seq2seq": [],
+  }
+  if denoiser is not None:
+    stages["ul2"] = [functools.partial(denoise_with_mode, denoiser=denoiser)]
+  return [
+    seqio.preprocessors.tokenize,
+    seqio.CacheDatasetPlaceholder(),
+    *stages[objective],
+    seqio.preprocessors.append_eos_after_trim,
+  ]
+
+
+def prefix_lm(
+  dataset: tf.data.Dataset,
+  sequence_length: Mapping[str, int],
+  output_features: Mapping[str, Any],
+  reserved: int = 0,
+  density: float | None = None,
+) -> tf.data.Dataset:
+  """Cuts each text in two: the inputs, and the targets that follow them.
+
+  Args:
+    dataset: examples with the feature "targets", tokens.
+    sequence_length: lengths of "inputs" and "targets".
+    output_features: the task's features; one position is left free for each end token.
+    reserved: tokens to leave free in the inputs.
+    density: mean fraction of the text that becomes the targets. The fraction is drawn uniformly
+      between 0 and twice this mean; None cuts at any position.
+  """
+  limits = {
+    name: sequence_length[name] - output_features[name].add_eos for name in ("inputs", "targets")
+  }
+  text_length, max_targets, mean_share = prefix_lengths(limits, reserved, density)
+  dataset = split_tokens(select_random_chunk(dataset), text_length)
+  dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
+
+  @seqio.map_over_dataset(num_seeds=1)
+  def cut(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
+    tokens = example["targets"]
+    share = tf.random.stateless_uniform([], seed, maxval=2 * mean_share)
+    length = tf.cast(tf.round(share * tf.cast(tf.size(tokens), tf.float32)), tf.int32)
+    length = tf.clip_by_value(length, 1, tf.minimum(tf.size(tokens) - 1, max_targets))
+    return {"inputs": tokens[:-length], "targets": tokens[-length:]}
+
+  return cut(dataset)
+
+
+def prefix_lengths(
+  limits: Mapping[str, int], reserved: int, density: float | None
+) -> tuple[int, int, float]:
+  """Returns the maximum text length, the maximum targets length and the targets' mean share.
+
+  Args:
+    limits: maximum tokens of "inputs" and "targets", without their end tokens.
+    reserved: see `prefix_lm`.
+    density: see `prefix_lm`.
+  """
+  inputs, targets = limits["inputs"] - reserved, limits["targets"]
+  return (min(inputs, targets), targets, 0.5) if density is None else (inputs, targets, density)
+
+
+def causal_lm(
+  dataset: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, Any]
+) -> tf.data.Dataset:
+  """Appends an end token to each document, joins the documents and cuts them into full targets."""
+  feature = output_features["targets"]
+
+  def append_end(example: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = example["targets"]
+    return {"targets": tf.concat([tokens, [tf.cast(feature.vocabulary.eos_id, tokens.dtype)]], 0)}
+
+  dataset = select_random_chunk(dataset).map(append_end)
+  dataset = reduce_concat_tokens(dataset)
+  return split_tokens(dataset, sequence_length["targets"] - feature.add_eos)
+
+
+def denoise_with_mode(
+  dataset: tf.data.Dataset,
+  sequence_length: Mapping[str, int],
+  output_features: Mapping[str, Any],
+  denoiser: Denoiser,
+) -> tf.data.Dataset:
+  """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
+  mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
+  if denoiser.mean_length is None:
+    dataset = prefix_lm(dataset, sequence_length, output_features, len(mode), denoiser.density)
+  else:
+    assert denoiser.density is not None
+    dataset = span_corruption(
+      dataset,
+      sequence_length,
+      output_features,
+      mean_noise_span_length=denoiser.mean_length,
+      noise_density=denoiser.density,
+      reserved_for_packing=len(mode),
+    )
+
+  def prepend_mode(example: Mapping[str, Any]) -> dict[str, Any]:
+    inputs = example["inputs"]
+    return {**example, "inputs": tf.concat([tf.constant(mode, inputs.dtype), inputs], 0)}
+
+  return dataset.map(prepend_mode, num_parallel_calls=tf.data.AUTOTUNE)
 
 
 def span_corruption(
@@ -29,10 +184,8 @@ def span_corruption(
   output_features: Mapping[str, seqio.Feature],
   mean_noise_span_length: PositiveNumber = 3.0,
   noise_density: Rate = 0.15,
-  input_feature_key: str = "inputs",
   merge_examples_to_reduce_padding: bool = True,
   reserved_for_packing: int | None = None,
-  passthrough_feature_keys: Sequence[str] | None = None,
 ) -> tf.data.Dataset:
   """Converts tokens ("targets") to corrupted inputs, and to targets of the dropped spans.
 
@@ -45,20 +198,13 @@ def span_corruption(
     output_features: the task's features; the vocabulary's last ids are the sentinels.
     mean_noise_span_length: mean number of tokens in a dropped span.
     noise_density: fraction of the tokens that is dropped.
-    input_feature_key: name of the corrupted feature.
     merge_examples_to_reduce_padding: whether to join documents before cutting them.
     reserved_for_packing: the number of tokens to leave free in the input.
-    passthrough_feature_keys: features to copy unchanged; only for documents that are not joined.
 
   Raises:
-    ValueError: the targets do not fit, or passthrough features are requested for joined documents.
+    ValueError: the targets do not fit.
   """
-  if merge_examples_to_reduce_padding and passthrough_feature_keys:
-    raise ValueError(
-      f"span_corruption cannot pass the features {list(passthrough_feature_keys)} through while it "
-      "joins documents: set merge_examples_to_reduce_padding=False."
-    )
-  inputs_length = sequence_length[input_feature_key] - (reserved_for_packing or 0)
+  inputs_length = sequence_length["inputs"] - (reserved_for_packing or 0)
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
@@ -67,11 +213,11 @@ def span_corruption(
   sentinels = sentinel_ids(vocabulary)
   are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # as spans are numbered
   warn_of_missing_sentinels(tokens_length, spans, len(sentinels) if are_last else 0)
-  dataset = select_random_chunk(dataset, ("targets", *(passthrough_feature_keys or ())))
+  dataset = select_random_chunk(dataset)
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)
   dataset = split_tokens(dataset, tokens_length)
-  return denoise(dataset, output_features, noise_density, mean_noise_span_length, input_feature_key)
+  return denoise(dataset, output_features, noise_density, mean_noise_span_length)
 
 
 def segment_length(
@@ -135,10 +281,8 @@ def warn_of_missing_sentinels(tokens: int, spans: int, sentinels: int) -> None:
     )
 
 
-def select_random_chunk(
-  dataset: tf.data.Dataset, names: Sequence[str] = ("targets",)
-) -> tf.data.Dataset:
-  """Keeps the features `names`, and only a random chunk of documents with more than 65,536 tokens."""
+def select_random_chunk(dataset: tf.data.Dataset) -> tf.data.Dataset:
+  """Keeps "targets" alone, and only a random chunk of documents with more than 65,536 tokens."""
 
   @seqio.map_over_dataset(num_seeds=1)
   def select(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
@@ -146,8 +290,7 @@ def select_random_chunk(
     chunks = -(-tf.size(tokens) // _MAX_CHUNK_LENGTH)
     _, seed = tf.unstack(tf.random.split(seed))
     index = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
-    chunk = tokens[index * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]
-    return {name: chunk if name == "targets" else example[name] for name in names}
+    return {"targets": tokens[index * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]}
 
   return select(_drop_empty(dataset))
 
@@ -173,10 +316,8 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
     return example, tf.range(0, tf.size(example["targets"]), max_tokens_per_segment)
 
   def segments(example: Mapping[str, Any], starts: Any) -> Any:
-    def cut(start: Any) -> dict[str, Any]:
-      return {**example, "targets": example["targets"][start:][:max_tokens_per_segment]}
-
-    return tf.data.Dataset.from_tensor_slices(starts).map(cut)
+    cuts = tf.data.Dataset.from_tensor_slices(starts)
+    return cuts.map(lambda s: {"targets": example["targets"][s:][:max_tokens_per_segment]})
 
   return add_starts(_drop_empty(dataset)).flat_map(segments)
 
@@ -186,16 +327,13 @@ def denoise(
   output_features: Mapping[str, seqio.Feature],
   noise_density: float,
   mean_noise_span_length: float,
-  input_feature_key: str,
 ) -> tf.data.Dataset:
   """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
   vocabulary = output_features["targets"].vocabulary
-  inputs_feature = output_features.get(input_feature_key)
-  if inputs_feature is not None and inputs_feature.vocabulary != vocabulary:
+  if "inputs" in output_features and output_features["inputs"].vocabulary != vocabulary:
     raise ValueError(
-      "Span corruption makes the inputs from the tokens of the targets, so both features must have "
-      f"the same vocabulary. '{input_feature_key}' has {inputs_feature.vocabulary}, 'targets' has "
-      f"{vocabulary}."
+      "Span corruption makes the inputs from the tokens of the targets: both features must have the same "
+      f"vocabulary, got {output_features['inputs'].vocabulary} and {vocabulary}"
     )
 
   @seqio.map_over_dataset(num_seeds=1)
@@ -207,7 +345,7 @@ def denoise(
     )
     return {
       **example,
-      input_feature_key: noise_span_to_unique_sentinel(tokens, mask, vocabulary),
+      "inputs": noise_span_to_unique_sentinel(tokens, mask, vocabulary),
       "targets": noise_span_to_unique_sentinel(tokens, ~mask, vocabulary),
     }
 

@@ -1,1 +1,0 @@
-"""Training objectives as SeqIO preprocessors: span corruption, prefix LM, UL2."""

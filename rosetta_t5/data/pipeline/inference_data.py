@@ -1,0 +1,294 @@
+"""Data for inference: one pass over tasks, evaluators, and texts in memory as a task's examples."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5 import terminal
+from rosetta_t5.data import seqio_internals
+from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline import task_lookup
+from rosetta_t5.data.pipeline.task_lookup import naming_data, subtasks_with_split
+from rosetta_t5.data.tasks.catalogue import registered_names
+from rosetta_t5.data.tensorflow_import import seqio, tf
+
+Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
+Example = str | Mapping[str, str]
+
+
+class InferenceData:
+  """One unshuffled pass over one shard of a task or mixture, without packing.
+
+  Attributes:
+    tasks: the task, or the mixture's tasks that have the split.
+  """
+
+  def __init__(
+    self, cfg: DatasetConfig, feature_converter_cls: Any, shard_id: int, num_shards: int
+  ):
+    """Checks the arguments; reads no data.
+
+    Args:
+      cfg: the task or mixture, its split and its feature lengths.
+      feature_converter_cls: called with `pack=False`.
+      shard_id: the shard of the data to read.
+      num_shards: the number of shards; each example is in exactly one.
+
+    Raises:
+      ValueError: the task, its split, its cache or the shard does not exist, or the lengths do not
+        fit the model.
+    """
+    if not 0 <= shard_id < num_shards:
+      raise ValueError(
+        f"infer.shard_id must be between 0 and {num_shards - 1} (infer.num_shards = {num_shards}), "
+        f"got {shard_id}. The flag --shard_id also sets it."
+      )
+    self._converter = feature_converter_cls(pack=False)
+    provider = task_lookup.find_checked_task(cfg, self._converter)
+    self._cfg = cfg
+    self._shard = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
+    self.tasks = subtasks_with_split(cfg, provider)
+
+  def _datasets(self, task: Any) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """Returns the examples with the task's features, and with the model's features."""
+    cfg = self._cfg
+    examples = task_lookup.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
+    return examples, self._converter(examples, task_feature_lengths=cfg.task_feature_lengths)
+
+  def element_spec(self) -> dict[str, tf.TensorSpec]:
+    """Returns shape and dtype of each of the model's features, without a batch dimension."""
+    return self._datasets(self.tasks[0])[1].element_spec
+
+  def chunks(self, task: Any, size: int, first: int = 0) -> Iterator[Chunk]:
+    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`).
+
+    Raises:
+      ValueError: a file of the task is damaged.
+    """
+    with naming_data(self._cfg):
+      yield from iterate_chunks(*self._datasets(task), size, first)
+
+
+def iterate_chunks(
+  task_ds: tf.data.Dataset, model_ds: tf.data.Dataset, size: int, first: int = 0
+) -> Iterator[Chunk]:
+  """Yields (number, examples with the task's features, the same with the model's) of each chunk.
+
+  Chunks before the first are read and skipped. A restart therefore sees the same chunks even if the
+  input pipeline cannot save its position.
+
+  Args:
+    task_ds: the examples with the task's features.
+    model_ds: the same examples with the model's features.
+    size: examples per chunk.
+    first: the number of the first chunk to yield.
+  """
+  both = tf.data.Dataset.zip((task_ds, model_ds)).skip(first * size)
+  for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
+    pairs = tf.data.Dataset.from_tensor_slices(chunk)
+    yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)
+
+
+def has_metrics(cfg: DatasetConfig) -> bool:
+  """Returns whether the task, or a task of the mixture, has the split and metrics of predictions.
+
+  Raises:
+    ValueError: the task does not exist.
+  """
+  tasks = subtasks_with_split(cfg, task_lookup.find_task_or_mixture(cfg))
+  return any(task.metric_objs for task in tasks)
+
+
+def make_evaluator(
+  cfg: DatasetConfig,
+  feature_converter_cls: Callable[..., Any],
+  evaluator_cls: Callable[..., Any] | None = None,
+  log_dir: str | os.PathLike[str] | None = None,
+) -> seqio.Evaluator:
+  """Returns an evaluator over all examples of a split, which it reads once to find their lengths.
+
+  Args:
+    cfg: the dataset. With `task_feature_lengths` None, the longest example sets the lengths, so that
+      nothing is truncated. With `use_memory_cache` False, each evaluation reads the data again.
+    feature_converter_cls: called with `pack=False`.
+    evaluator_cls: `seqio.Evaluator`, possibly with bound arguments; None means one that writes
+      TensorBoard files and JSON.
+    log_dir: the folder for its loggers; None means no loggers.
+
+  Returns:
+    The evaluator. Its `eval_tasks` are the tasks that have the split and metrics.
+
+  Raises:
+    ValueError: the task, its split or its cache does not exist, or `cfg.pack` is set.
+  """
+  if cfg.pack:
+    raise ValueError(
+      "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
+      f"example; got True for the task '{cfg.name}'"
+    )
+  provider = task_lookup.find_task_or_mixture(cfg)
+  task_lookup.check_cached(cfg, provider)
+  if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
+    task_lookup.check_split(cfg, provider)
+  if cfg.name not in registered_names() or seqio.get_mixture_or_task(cfg.name) is not provider:
+    raise ValueError(
+      f"The task '{cfg.name}' must be in SeqIO's registry, because the evaluator looks it up there. "
+      "Register it with seqio.TaskRegistry.add, and give its name instead of the task"
+    )
+  if evaluator_cls is None:
+    loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
+    evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
+  log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
+  with naming_data(cfg):
+    evaluator = evaluator_cls(
+      mixture_or_task_name=cfg.name,
+      feature_converter=feature_converter_cls(pack=False),
+      eval_split=cfg.split,
+      use_cached=cfg.use_cached,
+      seed=cfg.seed,
+      sequence_length=cfg.task_feature_lengths,
+      use_memory_cache=cfg.use_memory_cache,
+      **log_options,
+    )
+  seqio_internals.replace_loggers(evaluator, _without_errors)
+  return evaluator
+
+
+def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
+  """Returns a logger that writes UTF-8, and logs an error instead of raising it."""
+  seqio_internals.write_utf8(logger)
+
+  def log(*args: Any, **kwargs: Any) -> None:
+    with terminal.optional_output("the results of predictions", Exception):
+      logger(*args, **kwargs)
+
+  return log
+
+
+def default_preprocessors() -> list[Callable[..., tf.data.Dataset]]:
+  """Returns SeqIO's tokenize and append_eos."""
+  return [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
+
+
+def get_dataset_from_natural_text_examples(
+  examples: Sequence[Example],
+  preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+  task_feature_lengths: Mapping[str, int],
+  features: Mapping[str, Any],
+) -> tf.data.Dataset:
+  """Returns the examples as a task would yield them (T5X's function).
+
+  Args:
+    examples: texts, or {"input": text, "target": text}.
+    preprocessors: functions of a dataset, and of `sequence_length` and `output_features` if they have
+      these arguments. The dataset has "inputs", "targets", and "answers", a list with the target.
+    task_feature_lengths: the lengths to which features are truncated.
+    features: the `seqio.Feature` of each resulting feature.
+
+  Raises:
+    ValueError: an example has another form, or a feature is missing or has the wrong type.
+  """
+  task = seqio.Task(
+    "examples", _source(examples), preprocessors=preprocessors, output_features=features
+  )
+  return task.get_dataset(task_feature_lengths, "train", shuffle=False)
+
+
+def _source(examples: Sequence[Example]) -> seqio.FunctionDataSource:
+  """Returns a source whose splits "train" and "validation" both are the examples."""
+  pairs = []
+  for example in examples:
+    if isinstance(example, str | bytes):
+      pairs.append((example, ""))
+    elif isinstance(example, Mapping) and {"input", "target"} <= set(example):
+      pairs.append((example["input"], example["target"]))
+    else:
+      shown = f"the keys {sorted(example)}" if isinstance(example, Mapping) else repr(example)[:80]
+      raise ValueError(
+        f"an example must be a text or {{'input': text, 'target': text}}, got {shown}"
+      )
+
+  def read(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(
+      {
+        "inputs": tf.constant([text for text, _ in pairs], tf.string),
+        "targets": tf.constant([target for _, target in pairs], tf.string),
+        "answers": tf.constant([[target] for _, target in pairs], tf.string),
+      }
+    )
+
+  return seqio.FunctionDataSource(read, splits=["train", "validation"])
+
+
+def get_batches_from_seqio(
+  task_or_mixture_name: str,
+  split: str,
+  batch_size: int,
+  num_batches: int,
+  get_pretokenized_examples: bool = True,
+  sequence_length: Mapping[str, int] | None = None,
+  **get_dataset_kwargs: Any,
+) -> list[list[dict[str, Any]]]:
+  """Returns batches of {"input", "target"} from a task (T5X's function).
+
+  Args:
+    task_or_mixture_name: the task or mixture.
+    split: its split.
+    batch_size: examples per batch.
+    num_batches: the number of batches.
+    get_pretokenized_examples: whether to return texts instead of lists of tokens.
+    sequence_length: the lengths to which features are truncated.
+    **get_dataset_kwargs: further arguments of SeqIO's `get_dataset`.
+
+  Raises:
+    ValueError: there are too few examples.
+  """
+  dataset = seqio.get_mixture_or_task(task_or_mixture_name)
+  dataset = dataset.get_dataset(sequence_length=sequence_length, split=split, **get_dataset_kwargs)
+  suffix = "_pretokenized" if get_pretokenized_examples else ""
+  examples = [
+    {side: np.asarray(example[f"{side}s{suffix}"]).tolist() for side in ("input", "target")}
+    for example in dataset.take(batch_size * num_batches).as_numpy_iterator()
+  ]
+  if len(examples) < batch_size * num_batches:
+    raise ValueError(
+      f"{num_batches} batches of {batch_size} examples were requested, but the split '{split}' of "
+      f"'{task_or_mixture_name}' has {len(examples)} examples: request fewer"
+    )
+  return [examples[n * batch_size : (n + 1) * batch_size] for n in range(num_batches)]
+
+
+def get_seqio_task_from_examples(
+  task_name: str,
+  interactive_model: Any,
+  examples: Sequence[Example],
+  preprocessors: Sequence[Callable[..., tf.data.Dataset]],
+  metric_fns: Sequence[Callable[..., Any]] | None = None,
+  add_to_registry: bool = True,
+) -> seqio.Task:
+  """Returns a task of these examples, for runs of train, eval and infer (T5X's function).
+
+  Args:
+    task_name: the task's name.
+    interactive_model: the model whose features the task has.
+    examples: see `get_dataset_from_natural_text_examples`. They are both the training and the
+      validation split.
+    preprocessors: convert texts to features.
+    metric_fns: the task's metrics.
+    add_to_registry: False returns the registered task of this name instead.
+  """
+
+  if add_to_registry:
+    seqio.TaskRegistry.add(
+      task_name,
+      source=_source(examples),
+      preprocessors=list(preprocessors),
+      output_features=interactive_model.features,
+      metric_fns=list(metric_fns or ()),
+    )
+  return seqio.get_mixture_or_task(task_name)

@@ -1,0 +1,325 @@
+"""The shards of prepared data: a job writes each one, and a `TokenStream` reads all of a split.
+
+A job needs nothing but its own fields and the files, so any executor can run it on any machine that
+can read them. A shard that was not finished never looks complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import itertools
+import json
+import os
+import pathlib
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5 import manifest as file_manifest
+from rosetta_t5.data.reading import (
+  BadExamples,
+  BlockReader,
+  ReadOptions,
+  is_in_validation,
+  make_converter,
+)
+from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
+from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.files import read_json_object, unfinished_path, write_atomically
+
+MANIFEST = "manifest.json"
+VOCABULARY = "vocabulary.model"
+SPLITS = ("train", "validation")
+# A longer document is stored in several records, so that a segment can be read without all of it.
+TOKENS_PER_RECORD = 4096
+_CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
+_CHECKED_TEXTS = 64  # number of texts of a shard that are decoded again, to count what they lose
+_CHECKED_CHARACTERS = 4000  # of each of them
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardJob:
+  """The specification of one shard, whose content depends on nothing else.
+
+  Attributes:
+    number: the shard's number, from 0.
+    shards: the number of all shards.
+    files: input files, each as (path, bytes, modification time in ns).
+    out: the folder of the prepared data.
+    vocabulary: a SentencePiece model's file.
+    vocabulary_sha256: the digest of this file.
+    text: the column that contains the text, or a template.
+    read_options: how the files' bytes become records.
+    validation_percent: percentage of the documents, chosen by their hash, in the validation split.
+    append_end: whether an end token follows each document.
+    on_bad_example: "skip" or "refuse".
+  """
+
+  number: int
+  shards: int
+  files: tuple[tuple[str, int, int], ...]
+  out: str
+  vocabulary: str
+  vocabulary_sha256: str
+  text: str
+  read_options: ReadOptions
+  validation_percent: float
+  append_end: bool
+  on_bad_example: str
+
+  def fingerprint(self) -> str:
+    """Returns a digest of everything that the shard's content depends on, under the names of older versions."""
+    fields = {**dataclasses.asdict(self), "out": "", "vocabulary": ""}
+    fields["layout"] = fields.pop("read_options")
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+  def file(self, split: str) -> pathlib.Path:
+    """Returns the file that contains a split's tokens."""
+    name = f"{split}-{self.number:05}-of-{self.shards:05}.array_record"
+    return pathlib.Path(self.out, name)
+
+  @property
+  def summary_file(self) -> pathlib.Path:
+    """The file with what `run_job` returns. It is written last, when the shard is complete."""
+    return pathlib.Path(self.out, "shards", f"{self.number:05}.json")
+
+  def stored_summary(self) -> dict[str, Any] | None:
+    """Returns what `run_job` has returned if it has completed the shard earlier, else None."""
+    with contextlib.suppress(OSError, ValueError):
+      summary = read_json_object(self.summary_file)
+      if summary.get("fingerprint") == self.fingerprint():
+        files = summary["splits"].values()
+        sizes = [pathlib.Path(self.out, file["file"]).stat().st_size for file in files]
+        return summary if sizes == [file["bytes"] for file in files] else None
+    return None
+
+
+def run_job(job: ShardJob) -> dict[str, Any]:
+  """Writes the shard, and returns its files, counts and bad examples."""
+  job.summary_file.unlink(missing_ok=True)
+  bad, losses, text_bytes = BadExamples(job.on_bad_example), Counter[str](), 0
+  tokenizer = load_sentencepiece(job.vocabulary)
+  end = [tokenizer.eos_id()] if job.append_end else []
+  stored = token_type(tokenizer.get_piece_size())
+  writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
+  reader = BlockReader(make_converter({"text": job.text}), job.read_options, bad_examples=bad)
+  for fields in itertools.chain.from_iterable(reader.examples(path) for path, _, _ in job.files):
+    text, tokens = fields["text"], []
+    for piece in cut_at_spaces(text, _CHARACTERS_PER_PIECE):
+      tokens.append(np.array(tokenizer.encode(piece), stored))
+      if tokenizer.unk_id() in tokens[-1]:
+        losses.update(count_unknown(piece, tokenizer))
+    if losses["texts"] < _CHECKED_TEXTS:
+      losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
+    split = "validation" if is_in_validation(fields, job.validation_percent) else "train"
+    writers[split].add(np.concatenate([*tokens, np.array(end, stored)]))
+    text_bytes += len(text.encode())
+  splits = {split: writer.finish() for split, writer in writers.items()}
+  summary = {
+    "fingerprint": job.fingerprint(),
+    "sources": [list(file) for file in job.files],
+    "splits": {split: entry for split, entry in splits.items() if entry},
+    "text_bytes": text_bytes,
+    "losses": losses,
+    "bad_examples": dict(bad.counts),
+    "first_bad_example": str(bad.first) if bad.first else None,
+  }
+  write_atomically(job.summary_file, json.dumps(summary, indent=1))
+  return summary
+
+
+def token_type(pieces: int) -> np.dtype:
+  """Returns the type in which the tokens of a vocabulary of so many pieces are stored."""
+  return np.dtype("<u2" if pieces <= 1 << 16 else "<u4")
+
+
+def cut_at_spaces(text: str, longest: int) -> Iterator[str]:
+  """Cuts a long text before spaces and newlines, which leaves its tokens unchanged."""
+  start = 0
+  while len(text) - start > longest:
+    end = start + longest
+    cut = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
+    cut = cut if cut > start else end
+    yield text[start:cut]
+    start = cut
+  yield text[start:]
+
+
+class _SplitWriter:
+  """Writes the records of a split into a scratch file, which is renamed when it is complete."""
+
+  def __init__(self, path: pathlib.Path):
+    self.documents = 0
+    self._path, self._scratch = path, unfinished_path(path)
+    self._ends = [0]
+    self._digest = hashlib.sha256()
+
+  @functools.cached_property
+  def _writer(self) -> Any:
+    from array_record.python import array_record_module
+
+    options = "group_size:1,uncompressed"
+    return array_record_module.ArrayRecordWriter(str(self._scratch), options)
+
+  def add(self, tokens: np.ndarray) -> None:
+    if not len(tokens):
+      return
+    self.documents += 1
+    for start in range(0, len(tokens), TOKENS_PER_RECORD):
+      record = tokens[start : start + TOKENS_PER_RECORD]
+      self._writer.write(record.tobytes())
+      self._digest.update(record.tobytes())
+      self._ends.append(self._ends[-1] + len(record))
+
+  def finish(self) -> dict[str, Any] | None:
+    """Renames the complete files and returns the split's entry of the manifest; None for an empty split."""
+    if not self.documents:
+      self._path.unlink(missing_ok=True)
+      return None
+    self._writer.close()
+    index = io.BytesIO()
+    np.save(index, np.array(self._ends, np.uint64))
+    write_atomically(self._path.with_suffix(".ends.npy"), index.getvalue())
+    self._scratch.replace(self._path)
+    return {
+      "file": self._path.name,
+      "bytes": self._path.stat().st_size,
+      "documents": self.documents,
+      "records": len(self._ends) - 1,
+      "tokens": self._ends[-1],
+      "sha256_of_tokens": self._digest.hexdigest(),
+    }
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns the manifest of a prepared folder.
+
+  Raises:
+    ValueError: the folder has no manifest, because it is incomplete or is not prepared data; or the
+      manifest is damaged.
+  """
+  path = pathlib.Path(folder) / MANIFEST
+  if path.exists():
+    file_manifest.verify(folder, {MANIFEST}.__contains__)
+    return read_json_object(path)
+  done = len(list(path.parent.glob("shards/*.json")))
+  state = f"only {done} shards are complete" if done else "the folder is not prepared data"
+  raise ValueError(
+    f"There is no {path}: {state}. Prepare it: rosetta-t5 prepare --input FILES --vocab MODEL "
+    f"--out {folder}"
+  )
+
+
+class TokenStream:
+  """All tokens of a split, one document after the other.
+
+  Attributes:
+    folder: the prepared folder.
+    manifest: the folder's manifest.
+    size: number of tokens.
+    digest: a hash of all tokens.
+  """
+
+  def __init__(self, folder: str | os.PathLike[str], split: str):
+    """Reads the manifest; shards and their indices are opened when they are needed.
+
+    Raises:
+      ValueError: the folder is not prepared data or lacks the split; or a shard is missing, or its
+        size differs from the manifest.
+    """
+    self.folder = pathlib.Path(folder)
+    self._split = split
+    self.manifest = read_manifest(folder)
+    file_manifest.verify(folder)
+    splits = {name: entry["shards"] for name, entry in self.manifest["splits"].items()}
+    shards = splits.get(split)
+    if not shards:
+      existing = ", ".join(repr(name) for name in splits if splits[name])
+      raise ValueError(f"{folder} has no split '{split}'; it has {existing}")
+    dtype = token_type(self.manifest["vocabulary"]["pieces"])
+    self._shards = [_Shard(self.folder, dtype, shard) for shard in shards]
+    self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
+    self.size = int(self._starts[-1])
+    digests = "".join(shard["sha256_of_tokens"] for shard in shards)
+    self.digest = hashlib.sha256(digests.encode()).hexdigest()
+
+  def __reduce__(self) -> Any:
+    """Makes another process that receives the stream open the files itself."""
+    return TokenStream, (self.folder, self._split)
+
+  def read(self, starts: Sequence[int], count: int) -> np.ndarray:
+    """Returns `count` tokens from each start on, as int32 [len(starts), count].
+
+    Raises:
+      ValueError: a record is damaged.
+    """
+    rows = [list(self._parts(start, count)) for start in starts]
+    wanted = defaultdict[int, set[int]](set)
+    for shard, records, _ in itertools.chain.from_iterable(rows):
+      wanted[shard].update(records)
+    tokens = {shard: self._shards[shard].read(sorted(records)) for shard, records in wanted.items()}
+
+    def join(shard: int, records: range, part: slice) -> np.ndarray:
+      return np.concatenate([tokens[shard][record] for record in records])[part]
+
+    joined = [np.concatenate([join(*part) for part in parts]) for parts in rows]
+    return np.stack(joined).astype(np.int32)
+
+  def _parts(self, start: int, count: int) -> Iterator[tuple[int, range, slice]]:
+    """Yields where `count` tokens are stored: in each shard the records, and the slice of these."""
+    while count > 0:
+      shard = int(np.searchsorted(self._starts, start, side="right")) - 1
+      ends = self._shards[shard].ends
+      offset = start - int(self._starts[shard])
+      size = min(count, int(self._starts[shard + 1]) - start)
+      first, last = np.searchsorted(ends, [offset + 1, offset + size])
+      skip = offset - int(ends[first - 1])
+      yield shard, range(int(first) - 1, int(last)), slice(skip, skip + size)
+      start, count = start + size, count - size
+
+
+class _Shard:
+  """An ArrayRecord file of tokens with its index; both are opened when they are first needed."""
+
+  def __init__(self, folder: pathlib.Path, dtype: np.dtype, entry: Mapping[str, Any]):
+    self._path, self._dtype, size = folder / entry["file"], dtype, entry["bytes"]
+    found = self._path.stat().st_size if self._path.exists() else 0
+    if found != size:
+      raise ValueError(_damaged_text(self._path, f"{found} bytes instead of {size}"))
+    self._lock = threading.Lock()
+
+  @functools.cached_property
+  def ends(self) -> np.ndarray:
+    """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
+    return np.load(self._path.with_suffix(".ends.npy"), mmap_mode="r")
+
+  @functools.cached_property
+  def _reader(self) -> Any:
+    from array_record.python import array_record_module
+
+    options = "readahead_buffer_size:0,max_parallelism:0"
+    return array_record_module.ArrayRecordReader(str(self._path), options)
+
+  def read(self, numbers: Sequence[int]) -> dict[int, np.ndarray]:
+    """Reads several records in one call of the reader, which is much faster than one by one."""
+    try:
+      with self._lock:  # The reader is not thread-safe, because it has a position.
+        records = self._reader.read(list(numbers))
+    except (RuntimeError, ValueError, IndexError) as error:
+      reason = str(error).splitlines()[0][:200]
+      raise ValueError(_damaged_text(self._path, reason)) from error
+    return {n: np.frombuffer(r, self._dtype) for n, r in zip(numbers, records, strict=True)}
+
+
+def _damaged_text(path: pathlib.Path, reason: str) -> str:
+  return (
+    f"The prepared shard {path} is damaged ({reason}). To repair it, delete the file and repeat the "
+    "command that prepared it; the other shards are kept."
+  )
