@@ -6,6 +6,7 @@ python -m benchmarks.attention_kernels --batch 64 --json out.json
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.bench.train_step import write_result
+from rosetta_t5.files import write_atomically
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 
@@ -88,7 +89,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
         row["error"] = str(error).splitlines()[0][:200]
         print(f"{attention} {kernel}: {row['error']}", flush=True)
       rows.append(row)
-  write_result(rows, args.json)
+  if args.json:
+    write_atomically(args.json, json.dumps(rows, indent=2))
   return rows
 
 

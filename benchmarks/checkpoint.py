@@ -29,8 +29,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5 import manifest
-from rosetta_t5.bench.train_step import SIZES, model_config
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
+from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -23,17 +24,12 @@ import jax
 import numpy as np
 import optax
 
-from rosetta_t5.bench.train_step import (
-  SIZES,
-  add_arguments,
-  compile_step,
-  switches,
-  write_result,
-)
+from rosetta_t5.cli.bench import SIZES, add_arguments, compile_step
 from rosetta_t5.data.objectives import random_spans_helper
 from rosetta_t5.data.prepared.prepared_batches import random_keys
 from rosetta_t5.data.prepared.task import corrupt_spans
 from rosetta_t5.data.quickstart_data import stdlib_paragraphs
+from rosetta_t5.files import write_atomically
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 
@@ -219,7 +215,6 @@ def main() -> None:
     "device": f"{len(jax.devices())} {device.device_kind}",
     "versions": f"jax {jax.__version__}",
     "date": datetime.date.today().isoformat(),
-    "switches": switches(args),
     "loss_ratio": fp8["final_loss"] / plain["final_loss"],
     "noise": noise_between(plain["losses"], again["losses"]),
     "speedup": plain["step_ms"] / fp8["step_ms"],
@@ -238,7 +233,8 @@ def main() -> None:
     f"noise {result['noise']:.2%}; {result['speedup']:.2f}x the speed"
   )
   print(result["recommendation"], flush=True)
-  write_result(result, args.json)
+  if args.json:
+    write_atomically(args.json, json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

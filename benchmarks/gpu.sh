@@ -31,13 +31,12 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.9}
 # The most important kinds come first, so that a call that ends early has measured them for every size.
 KINDS=(
   "bf16-xla --kernel xla"
-  "bf16-fused --kernel cudnn --fuse-qkv --transpose"
+  "bf16-fused --kernel cudnn --fuse-qkv"
   "fp8-cudnn --kernel cudnn --fuse-qkv --fp8"
   "bf16-pack --kernel flash --fuse-qkv --pack"
   "bf16-flash --kernel flash"
   "bf16-cudnn --kernel cudnn"
   "bf16-chunk --kernel cudnn --fuse-qkv --loss-chunk 16"
-  "fp8-delayed --kernel cudnn --fuse-qkv --fp8 --recipe delayed"
 )
 declare -A WORKLOADS=(
   [small]="--batch 256" [base]="--batch 128" [large]="--batch 64" [xl]="--batch 24 --steps 20 --remat minimal"
@@ -130,9 +129,9 @@ if asked hf; then
   done
 fi
 if asked smoke; then
-  toy=(--size tiny --batch 4 --lengths 32 16 --steps 2 --group 1 --warmup 1)
+  toy=(--size tiny --batch 4 --lengths 32 16 --steps 2)
   step smoke-bf16-xla "${toy[@]}"
-  step smoke-fp8 "${toy[@]}" --fp8 --emulate --fuse-qkv --transpose --loss-chunk 8
+  step smoke-fp8 "${toy[@]}" --fp8 --emulate --fuse-qkv --loss-chunk 8
   step smoke-bf16-pack "${toy[@]}" --kernel flash --pack
   run smoke-attention "$PYTHON" -m benchmarks.attention_kernels --batch 1 --heads 1 --repeats 1 \
     --attentions decoder

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rosetta_t5.bench import train_step
+from rosetta_t5.cli import bench
 
 
 def hugging_face_config(size: str, **more: Any) -> Any:
   """Returns the `transformers.T5Config` of a size of T5 1.1, without dropout."""
   import transformers
 
-  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = train_step.SIZES[size]
+  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = bench.SIZES[size]
   return transformers.T5Config(
     vocab_size=vocab_size,
     d_model=emb_dim,
@@ -47,7 +47,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
   module = transformers.T5ForConditionalGeneration(config).to(device)
   optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, weight_decay=0.01)
   forward = torch.compile(module) if compiled else module
-  batch = train_step.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
+  batch = bench.make_batch(args.batch, args.lengths, config.vocab_size, pack=False)
   inputs = torch.from_numpy(batch["encoder_input_tokens"]).long().to(device)
   labels = torch.from_numpy(batch["decoder_target_tokens"]).long().to(device)
 
@@ -63,7 +63,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns the result of the benchmark (see `train_step.make_row`)."""
+  """Returns the result of the benchmark (see `bench.make_row`)."""
   import torch
   import transformers
 
@@ -78,15 +78,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal loss
     loss = step()
 
-  seconds = train_step.time_steps(run, lambda: float(loss), args)
-  return train_step.make_row(
+  seconds = bench.time_steps(run, lambda: float(loss), args.steps)
+  return bench.make_row(
     args,
     seconds,
     device=torch.cuda.get_device_name() if on_gpu else "cpu",
     devices=1,
     versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
     computation="Hugging Face, " + ("eager" if args.eager else "compiled"),
-    switches=args.dtype,
     peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0,
     compile_s=compile_seconds,
     loss_per_token=float(loss),
@@ -97,9 +96,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
   """Measures the step that the command line describes."""
   parser = argparse.ArgumentParser(description=__doc__)
-  train_step.add_arguments(parser)
+  bench.add_arguments(parser)
   parser.add_argument("--eager", action="store_true", help="without torch.compile")
-  train_step.run(measure, parser.parse_args())
+  args = parser.parse_args()
+  bench.show(measure(args), args.json)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ STEP_HEAD = (
   "row | batch | ms/step | at least | seq/s per device | TFLOP/s | MFU | peak GB | temporaries, GB | "
   "as planned | compilation, s | switches | HLO"
 )
+SWITCHES = ("dtype", "kernel", "fp8", "fuse_qkv", "pack", "remat", "loss_chunk", "microbatches")
 TEMPORARIES = ("temporaries_gb", "planned_temporaries_gb")
 FP8_HEAD = "row | steps | loss | perturbed | in fp8 | fp8 | noise | speed | recommendation"
 FAILED_HEAD = "failed row | last line of output"
@@ -34,7 +35,7 @@ def step_row(name: str, row: dict[str, Any]) -> str:
     f"{row['peak_memory_gb']:.1f}" if row["peak_memory_gb"] else "",
     *(f"{row[name]:.2f}" if name in row else "" for name in TEMPORARIES),
     f"{row['compile_s']:.0f}",
-    row["switches"],
+    " ".join(f"{name}={row[name]}" for name in SWITCHES if name in row),
     ", ".join(f"{count} {what}" for what, count in row["hlo"].items()),
   ]
   return " | ".join(cells)

@@ -6,12 +6,11 @@ python -m benchmarks.train_step --size base --batch 128
 from __future__ import annotations
 
 import argparse
-import functools
 from typing import Any
 
 import jax
 
-from rosetta_t5.bench import train_step
+from rosetta_t5.cli import bench
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.plan.memory import step_memory
@@ -19,7 +18,7 @@ from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.telemetry.gpus import gpu_of
 
 
-def expectations(program: train_step.CompiledStep, microbatches: int | None) -> dict[str, Any]:
+def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[str, Any]:
   """Returns the temporaries of a step beside the planned ones in GB, and its least time in ms if known."""
   mesh = dict(program.partitioner.mesh.shape)
   shapes = {name: array.shape for name, array in program.batch.items()}
@@ -38,10 +37,11 @@ def expectations(program: train_step.CompiledStep, microbatches: int | None) -> 
 def main() -> None:
   """Measures the step that the command line describes."""
   parser = argparse.ArgumentParser(description=__doc__)
-  train_step.add_arguments(parser)
+  bench.add_arguments(parser)
   args = parser.parse_args()
-  describe = functools.partial(expectations, microbatches=args.microbatches)
-  train_step.run(functools.partial(train_step.measure, describe=describe), args)
+  program = bench.compile_step(args)
+  expected = expectations(program, args.microbatches)  # before the steps donate the state
+  bench.show(bench.measure(args, program) | expected, args.json)
 
 
 if __name__ == "__main__":

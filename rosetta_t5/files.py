@@ -35,16 +35,13 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_output(path: str | os.PathLike[str], create: bool = False) -> Iterator[None]:
+def exclusive_output(path: str | os.PathLike[str]) -> Iterator[None]:
   """Locks a file or folder inside the `with`, so that no other command writes to it.
-
-  Args:
-    create: whether it is a new file, which must not exist yet.
 
   Raises:
     ValueError: another process is writing to it.
   """
-  descriptor = os.open(path, os.O_RDONLY | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     with contextlib.suppress(OSError):  # The file system may have no locks.
       try:

@@ -17,7 +17,6 @@ SOURCES = sorted((ROOT / "rosetta_t5").rglob("*.py"))
 PACKAGES = (
   "cli",
   "run_report",
-  "bench",
   "train",
   "train_loop",
   "eval",

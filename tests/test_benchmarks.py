@@ -30,7 +30,6 @@ from rosetta_t5.parallel import PjitPartitioner
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TOY = ["--size", "tiny", "--batch", "8", "--lengths", "16", "8", "--steps", "2"]
-TIMING = ["--group", "1", "--warmup", "1"]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,13 +71,13 @@ def test_a_training_step_is_measured_without_gin_and_tensorflow_and_appears_in_t
 ):
   path = tmp_path / "tiny-fp8.json"
   more = ["--fuse-qkv", "--pack", "--fp8", "--emulate", "--loss-chunk", "4"]
-  command = [sys.executable, "-c", _WITHOUT_GIN, *TOY, *TIMING, *more, "--json", str(path)]
+  command = [sys.executable, "-c", _WITHOUT_GIN, *TOY, *more, "--json", str(path)]
   env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAXTYPING_DISABLE": "1"}
   subprocess.run(command, cwd=ROOT, env=env, check=True)
   row = json.loads(path.read_text())
   assert row["seq_per_s_per_device"] > 0
   assert row["hlo"]["e5m2 arrays"] > 0
-  assert "current scaling" in row["computation"]
+  assert "fp8" in row["computation"]
   capsys.readouterr()
   results_table.main(str(tmp_path))
   table = capsys.readouterr().out
@@ -145,7 +144,7 @@ def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
   assert output.count("already measured") == 3
   assert "== base-bf16-fused: failed before; delete" in output
   rows = {path.stem for path in results.glob("*.json")}
-  assert len(rows) == 15
+  assert len(rows) == 13
   with tarfile.open(folder / "all.tgz") as packed:
     assert {f"./{name}.json" for name in rows} < set(packed.getnames())
 
@@ -153,7 +152,7 @@ def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
 def test_gpu_sh_measures_nothing_without_time_left(gpu_sh):
   start, folder = gpu_sh
   output = start(BUDGET_S="59").communicate()[0]
-  assert output.count("no time left; call again") == 16
+  assert output.count("no time left; call again") == 14
   assert not (folder / "calls").exists()
 
 

@@ -72,11 +72,11 @@ def test_fused_attention_and_its_gradients_equal_the_reference(kernel, causal):
 @pytest.mark.parametrize("kernel", ["xla", "cudnn", "flash"])
 def test_training_steps_of_every_kernel_agree(kernel):
   from rosetta_t5 import cli
-  from rosetta_t5.bench import train_step
+  from rosetta_t5.cli import bench
 
   argv = ["bench", "--size", "tiny", "--batch", "8", "--lengths", "64", "32", "--steps", "5"]
   rows = {
-    name: train_step.measure(cli.parse([*argv, "--kernel", name]))
+    name: bench.measure(cli.parse([*argv, "--kernel", name]))
     for name in dict.fromkeys(["xla", kernel])
   }
   losses = [row["loss_per_token"] for row in rows.values()]

@@ -165,7 +165,7 @@ def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
     ("infer --input a.txt", 2, "error: --input needs --model_dir"),
     ("infer --model_dir RUN --template x", 2, "error: --template needs --input"),
     ("infer --model_dir RUN --output x", 2, "error: --output needs --input"),
-    ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a run"),
+    ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a task"),
     ("eval --model_dir RUN --dry_run", 2, "--dry_run describes what gin files would run"),
     ("eval --model_dir RUN --trust --gin.NoSuch.x=1", 2, "NoSuch"),
     ("eval --model_dir RUN --trust --split tset", 1, "has no split 'tset'"),

@@ -1,4 +1,3 @@
 """The command `rosetta-t5`: a table of verbs, and one way to parse, run and end them."""
 
-from rosetta_t5.cli.command import begin, main, parse, run_module
-from rosetta_t5.cli.verbs import VERBS
+from rosetta_t5.cli.command import VERBS, begin, main, parse, run_module

@@ -1,4 +1,4 @@
-"""Parses the command line of `rosetta-t5` and runs its verbs."""
+"""The command `rosetta-t5`: the table of its verbs, and one way to parse, run and complete them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,145 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from rosetta_t5 import __version__
-from rosetta_t5.cli.verbs import VERBS
 from rosetta_t5.terminal import begin
 from rosetta_t5.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
 
 _HELP = ("-h", "--help")
+
+
+class Verb(NamedTuple):
+  """A verb of the command line.
+
+  Attributes:
+    arguments: the MODULE:FUNCTION of rosetta_t5 that adds the verb's arguments to a parser, and as
+      the default `run` the function that gets their values and returns the exit status.
+    help: what it does, in one line.
+    examples: the arguments of calls that --help shows.
+  """
+
+  arguments: str
+  help: str
+  examples: tuple[str, ...]
+
+
+# These verbs take T5X's flags too, such as --gin.NAME=VALUE, as `options.flags`, and may import users' modules.
+_RUNS, _CHECKS = ("train", "eval", "infer", "export", "quickstart"), ("check", "plan", "compile")
+WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect")
+VERBS = {
+  "train": Verb(
+    "cli.run_commands:train_arguments",
+    "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
+    (
+      "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100 --gin.MODEL_DIR=\"'runs/short'\"",
+      "--gin_file=my_run.gin --dry_run",
+    ),
+  ),
+  "eval": Verb(
+    "cli.run_commands:eval_arguments",
+    "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",
+    (
+      "--model_dir runs/squad/checkpoint_2000 --split test",
+      "--model_dir runs/squad --file new_rows.csv",
+      "--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    ),
+  ),
+  "infer": Verb(
+    "cli.run_commands:infer_arguments",
+    "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
+    (
+      "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
+      "--model_dir runs/squad --split test",
+      "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    ),
+  ),
+  "export": Verb(
+    "cli.run_commands:export_arguments",
+    "Write a model as a TensorFlow SavedModel and as StableHLO (t5x.export).",
+    ("--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",),
+  ),
+  "chat": Verb(
+    "cli.text_commands:chat_arguments",
+    "Fill the blanks in sentences that you type.",
+    ("quickstart/run", "quickstart/run/checkpoint_600"),
+  ),
+  "check": Verb(
+    "cli.run_commands:check_arguments",
+    "Report all errors in gin files, and what they would run; nothing is run.",
+    ("my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",),
+  ),
+  "plan": Verb(
+    "plan.plan_command:add_arguments",
+    "Estimate the memory, time and traffic of a recipe on GPUs that need not be present.",
+    ("gin/examples/xl_pile_pretrain.gin --devices=64 --gpu=h200",),
+  ),
+  "compile": Verb(
+    "gpu_program.compile_command:add_arguments",
+    "Compile a recipe's step for GPUs that need not be present, and show the program.",
+    ("gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",),
+  ),
+  "convert": Verb(
+    "conversion.convert:add_arguments",
+    "Write a checkpoint in another layout, and verify that the model is the same.",
+    (
+      "google/flan-t5-small runs/flan --to t5x",
+      "runs/squad exported --to hf --tokenizer spiece.model",
+    ),
+  ),
+  "ckpt": Verb(
+    "checkpoints.inspect_command:add_arguments",
+    "Inspect, compare and verify checkpoints of any layout.",
+    ("ls runs/squad", "show runs/squad", "diff runs/squad exported", "verify runs/squad --write"),
+  ),
+  "vocab": Verb(
+    "data.vocabularies.vocab_command:add_arguments",
+    "Train a vocabulary on your text, or show how one splits a text.",
+    (
+      "train --input 'corpus/*.jsonl.zst' --size 32000 --out my.model",
+      "show my.model 'some text'",
+    ),
+  ),
+  "prepare": Verb(
+    "data.prepared.prepare:add_arguments",
+    "Tokenize text into indexed shards.",
+    ("--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",),
+  ),
+  "inspect": Verb(
+    "cli.run_commands:inspect_arguments",
+    "Show a task's batches as text, their statistics and the problems found.",
+    (
+      "my_files.gin",
+      "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
+      "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
+      "my_task --module my.tasks",
+    ),
+  ),
+  "quickstart": Verb(
+    "cli.quickstart:add_arguments",
+    "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
+    ("", "--gin.TRAIN_STEPS=200"),
+  ),
+  "report": Verb(
+    "run_report.report_command:add_arguments",
+    "Write one HTML page that shows training runs, this package's or T5X's, and compares them.",
+    ("runs/small runs/base --out compared.html", "runs/small --follow"),
+  ),
+  "bench": Verb(
+    "cli.bench:add_arguments",
+    "Time a training step on this machine's devices.",
+    ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
+  ),
+  "doctor": Verb(
+    "cli.doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
+  ),
+  "completion": Verb(
+    "cli.command:completion_arguments",
+    "Print a script that makes a shell complete verbs and options.",
+    ("bash > ~/.local/share/bash-completion/completions/rosetta-t5",),
+  ),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,8 +184,7 @@ def _run(argv: list[str], is_own_process: bool) -> int:
   if "--debug" in argv:
     os.environ[DEBUG_VARIABLE] = "1"
     argv.remove("--debug")
-  argv = argv or ["--help"]
-  if argv[0] in _HELP or argv == ["help"]:
+  if not argv or argv[0] in _HELP or argv == ["help"]:
     print("usage: rosetta-t5 VERB …    (rosetta-t5 VERB --help shows its options and examples)\n")
     print("\n".join(f"  {name:<20}{verb.help}" for name, verb in VERBS.items()))
     return 0
@@ -63,35 +193,19 @@ def _run(argv: list[str], is_own_process: bool) -> int:
     return 0
   if is_own_process and argv[0] in VERBS and argv[0] != "completion":
     begin(f"rosetta-t5 {argv[0]}")
-  if argv[0] == "help":
-    argv = [*argv[1:], "--help"]
-  options = parse(argv)
-  if _imports_users_modules(argv[0], options):
+  options = parse([*argv[1:], "--help"] if argv[0] == "help" else argv)
+  limited: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+  opens_others_files = False
+  if hasattr(options, "trust") and not options.trust:
+    from rosetta_t5.config.language.allow_list import limited_to_list
+
+    limited = limited_to_list()
+    opens_others_files = getattr(options, "model_dir", "") is not None
+  # A file beside the config.gin that somebody sent, such as matplotlib.py, must not replace a package.
+  if argv[0] in WITH_FLAGS and (not opens_others_files or getattr(options, "module", None)):
     sys.path.insert(0, os.getcwd())  # as `python -m` does
-  with exit_on_user_error(*options.user_errors), _limited_code(options):
+  with exit_on_user_error(*options.user_errors), limited:
     return int(options.run(options))
-
-
-def _limited_code(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-  """Limits a command that has --trust, and was called without it, to listed code."""
-  if getattr(options, "trust", True):
-    return contextlib.nullcontext()
-  from rosetta_t5.config.language.allow_list import limited_to_list
-
-  return limited_to_list()
-
-
-def _imports_users_modules(verb: str, options: argparse.Namespace) -> bool:
-  """Returns whether a command may import modules in the working directory.
-
-  Otherwise a file there, such as a matplotlib.py beside the config.gin that somebody sent, would be
-  imported in place of a package.
-  """
-  if not VERBS[verb].imports_modules:
-    return False
-  # Without the option --trust, or without a MODEL_DIR, a command opens no files of other people.
-  opens_others_files = hasattr(options, "trust") and getattr(options, "model_dir", "") is not None
-  return not opens_others_files or bool(options.trust or getattr(options, "module", None))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -104,7 +218,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser(prog=f"rosetta-t5 {name}")
   flags: list[str] = []
   add_arguments(parser, name, with_flags=not {*_HELP}.isdisjoint(arguments))
-  if VERBS[name].has_flags:
+  if name in WITH_FLAGS:
     from rosetta_t5.config.command_line import split_flags
 
     arguments, flags = split_flags(arguments, name, parser._option_string_actions)
@@ -113,7 +227,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.error(_describe_unknown(unknown, parser, name))
   options.flags = flags
   # A run has a traceback for these errors, unless one of its input files is the cause.
-  options.user_errors = () if VERBS[name].has_flags else (ValueError, OSError)
+  options.user_errors = () if name in WITH_FLAGS else (ValueError, OSError)
   return options
 
 
@@ -127,7 +241,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, with_flags: bool) 
   module, _, function = verb.arguments.partition(":")
   getattr(importlib.import_module(f"rosetta_t5.{module}"), function)(parser)
   parser.add_argument("--debug", action="store_true", help="print the tracebacks of all errors")
-  if with_flags and verb.has_flags:
+  if with_flags and name in WITH_FLAGS:
     from rosetta_t5.config.command_line import add_flags
 
     usage = parser.format_usage().removeprefix("usage: ").rstrip()
@@ -142,7 +256,7 @@ def _describe_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, v
   """Returns the text of the error for arguments that a verb does not have."""
   argument, *rest = unknown
   option, equals, value = argument.partition("=")
-  hint, has_flags = "", VERBS[verb].has_flags
+  hint, has_flags = "", verb in WITH_FLAGS
   if not argument.startswith("-"):
     if has_flags and argument.startswith("gin."):
       hint = f" Did you mean --{argument}?"
@@ -163,28 +277,6 @@ def completion_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=_print_completion)
 
 
-def _print_completion(options: argparse.Namespace) -> int:
-  parser = Parser(prog="rosetta-t5")
-  verbs = parser.add_subparsers()
-  for name, verb in VERBS.items():
-    add_arguments(verbs.add_parser(name, help=verb.help), name, with_flags=True)
-  print(completion_script(parser, options.shell))
-  return 0
-
-
-_TAKES_RECIPES = ("files", "gin_file", "recipe")
-# Recipes are found by the path gin/… wherever the package is installed.
-_LIST_RECIPES = """
-_rosetta_t5_gin_files() {{
-  {{ compgen -f -X '!*.gin' -- "$1"; compgen -d -- "$1"; compgen -W '{recipes}' -- "$1"; }} | sort -u
-}}
-"""
-_ZSH_LIST_RECIPES = """
-_rosetta_t5_gin_files() {{
-  _files -g '*.gin'
-  compadd -f -- {recipes}
-}}
-"""
 # Bash splits --option=value into three words, of which shtab's function expects two.
 _BASH_JOIN = """
 _rosetta_t5() {
@@ -205,34 +297,24 @@ complete -o bashdefault -F _rosetta_t5 rosetta-t5
 """
 
 
-def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-  """Returns the completion script of a parser with subparsers.
-
-  Args:
-    parser: the parser of `rosetta-t5`. Arguments that take a text complete the names of files.
-  """
+def _print_completion(options: argparse.Namespace) -> int:
+  """Prints a script in which arguments that take a text complete the names of files."""
   import shtab
 
-  from rosetta_t5.config.t5x_surface import RECIPES
-
-  recipes = " ".join(f"gin/{file.relative_to(RECIPES)}" for file in sorted(RECIPES.rglob("*.gin")))
-  preamble = {
-    "bash": _LIST_RECIPES.format(recipes=recipes),
-    "zsh": _ZSH_LIST_RECIPES.format(recipes=recipes),
-  }
-  function = "_rosetta_t5_gin_files"
-  gin_files = {"bash": function, "zsh": function, "preamble": preamble}
+  parser = Parser(prog="rosetta-t5")
+  verbs = parser.add_subparsers()
+  for name, verb in VERBS.items():
+    add_arguments(verbs.add_parser(name, help=verb.help), name, with_flags=True)
   for action in _actions_of(parser):
-    takes_text = action.nargs != 0 and action.type is None and action.choices is None
-    if action.dest in _TAKES_RECIPES:
-      action.complete = gin_files  # type: ignore[attr-defined]
-    elif takes_text:
+    if action.nargs != 0 and action.type is None and action.choices is None:
       action.complete = shtab.FILE  # type: ignore[attr-defined]
-  script = shtab.complete(parser, shell)
-  if shell == "bash":
-    return script + "\n" + _BASH_JOIN
+  script = shtab.complete(parser, options.shell)
+  if options.shell == "bash":
+    print(script, _BASH_JOIN, sep="\n")
+    return 0
   # Zsh accepts --option value and --option=value where the specification says `--option=`.
-  return re.sub(r'^( +"\*?--[\w-]+)(\[.*\]:)', r"\1=\2", script, flags=re.MULTILINE)
+  print(re.sub(r'^( +"\*?--[\w-]+)(\[.*\]:)', r"\1=\2", script, flags=re.MULTILINE))
+  return 0
 
 
 def _actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:

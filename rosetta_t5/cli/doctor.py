@@ -10,7 +10,6 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-_PACKAGE = "rosetta-t5"
 # Optional package → what it is for and how to install it.
 OPTIONAL = {
   "t5": "tasks and mixtures of the t5 package: make, or pip install --no-deps t5==0.9.4",
@@ -27,28 +26,31 @@ def main() -> int:
   """Prints versions, import paths and devices; returns 1 if there is a problem, else 0."""
   print(f"Python {platform.python_version()} on {platform.platform()}")
   problems = _check_packages() + _check_import_paths()
-  _print_devices()
+  try:
+    import jax
+
+    for device in jax.devices():
+      print(f"  device {device.id:<15}{device.device_kind} ({device.platform})")
+  except (ImportError, RuntimeError) as error:
+    print(f"  no devices: {error}")
   print("\n".join(["", *problems]) if problems else "\nNo problems found.")
   return 1 if problems else 0
 
 
 def _check_packages() -> list[str]:
   """Prints each package with its version and requirement; returns the problems."""
-  lines = metadata.requires(_PACKAGE) if _version(_PACKAGE) else ()
-  requirements = [Requirement(line) for line in (_PACKAGE, *(lines or ()))]
+  lines = metadata.requires("rosetta-t5") if _version("rosetta-t5") else ()
   problems = []
-  for required in requirements:
+  for required in map(Requirement, ("rosetta-t5", *(lines or ()))):
     if required.marker is not None and not required.marker.evaluate({"extra": ""}):
       continue
     name, specifier, version = required.name, required.specifier, _version(required.name)
     print(f"  {name:<22}{version or 'missing':<12}{specifier}")
-    if not version:
-      problems.append(f"{name} is missing: pip install '{name}{specifier}'")
-    elif not specifier.contains(version, prereleases=True):
-      problems.append(f"{name} {version} is not {specifier}: pip install '{name}{specifier}'")
+    if not specifier.contains(version or "0", prereleases=True) or not version:
+      found = f"{version} is not {specifier}" if version else "is missing"
+      problems.append(f"{name} {found}: pip install '{name}{specifier}'")
   for name, purpose in OPTIONAL.items():
-    version = _version(name)
-    print(f"  {name:<22}{version or f'-           optional; {purpose}'}")
+    print(f"  {name:<22}{_version(name) or f'-           optional; {purpose}'}")
   return problems
 
 
@@ -72,13 +74,3 @@ def _check_import_paths() -> list[str]:
     elif name == "t5x" and found.resolve() != expected.resolve():
       problems.append(f"t5x is a different package, not the one in {expected}: pip uninstall t5x")
   return problems
-
-
-def _print_devices() -> None:
-  try:
-    import jax
-
-    for device in jax.devices():
-      print(f"  device {device.id:<15}{device.device_kind} ({device.platform})")
-  except (ImportError, RuntimeError) as error:
-    print(f"  no devices: {error}")

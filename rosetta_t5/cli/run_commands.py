@@ -1,4 +1,4 @@
-"""The verbs of `rosetta-t5` that start runs: train, eval, infer and check."""
+"""The verbs of `rosetta-t5` that start runs or show what they read: train, eval, infer, export, check, inspect."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import terminal
-from rosetta_t5.cli import decoding_options, text_commands
+from rosetta_t5.cli import text_commands
 from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
@@ -20,6 +21,15 @@ _DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg"
 _SOURCES = (
   "MODEL_DIR of a run, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub"
 )
+_INPUTS = "the column of the inputs, or a template: 'question: {question}'"
+_TARGETS = "the column of the targets, or a template"
+_LENGTHS = "inputs=512,targets=128"
+# Arguments of `DatasetConfig` → the macros of T5X's gin files that set them.
+_MACROS = {
+  "mixture_or_task_name": "MIXTURE_OR_TASK_NAME",
+  "module": "MIXTURE_OR_TASK_MODULE",
+  "task_feature_lengths": "TASK_FEATURE_LENGTHS",
+}
 MODES = ("predict", "predict_with_aux", "score")
 
 
@@ -32,11 +42,9 @@ def eval_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 eval`."""
   _add_run_arguments(parser, "MODEL_DIR/eval/SPLIT, or MODEL_DIR/eval/FILE")
   add = parser.add_argument_group("rows of files").add_argument
-  add(
-    "--file", nargs="+", help="evaluate all rows of these files, with the run's columns and metrics"
-  )
-  add("--inputs", help="the column of the inputs, or a template: 'question: {question}'")
-  add("--targets", help="the column of the targets, or a template")
+  add("--file", nargs="+", help="evaluate these files' rows, with the run's columns and metrics")
+  add("--inputs", help=_INPUTS)
+  add("--targets", help=_TARGETS)
   add("--metrics", nargs="+", help="such as accuracy, bleu, rouge (data.file_task.metrics)")
   parser.set_defaults(run=_eval)
 
@@ -47,7 +55,6 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument_group("the run's task").add_argument
   add("--mode", choices=MODES, help="what to compute: predictions (the default), or scores too")
   text_commands.infer_arguments(parser)
-  decoding_options.add_arguments(parser)
   parser.set_defaults(run=_infer)
 
 
@@ -70,6 +77,36 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=_check)
 
 
+def inspect_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 inspect`."""
+  add = parser.add_argument
+  add(
+    "data",
+    nargs="+",
+    help="a task or mixture; gin files; the MODEL_DIR of a run; a folder of prepared data; or a file of "
+    "text, jsonl, csv, tsv, parquet or arrow",
+  )
+  add("--split", default="train", help="the split of the data (default: train)")
+  add(
+    "--lengths",
+    type=terminal.feature_lengths,
+    help=f"tokens of each feature (default: those of the run or the gin files, or {_LENGTHS})",
+  )
+  add("--batches", type=positive_integer, default=4, help="batches to read (default: 4)")
+  add("--batch-size", type=positive_integer, default=8, help="rows of a batch (default: 8)")
+  add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
+  add("--pack", action="store_true", help="pack several examples into a row")
+  add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
+  of_file = parser.add_argument_group("a file of rows").add_argument
+  of_file("--inputs", help=_INPUTS)
+  of_file("--targets", help=_TARGETS)
+  of_file("--text", default="text", help="the column of the text, or a template")
+  of_file("--vocab", metavar="MODEL", help="a SentencePiece model (default: T5's)")
+  add("--module", action="append", default=[], help="a module that registers the task; repeatable")
+  add_trust_option(parser)
+  parser.set_defaults(run=_inspect)
+
+
 def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None:
   add = parser.add_argument_group("a trained model").add_argument
   add("--model_dir", help=_SOURCES)
@@ -83,31 +120,27 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
 def _eval(options: argparse.Namespace) -> int:
   terminal.continue_without_output()
   if options.model_dir is None:
-    names = ("task", "split", "batch_size", "output_dir", "file")
-    _refuse(options, names, "--model_dir")
+    _refuse(options, ("task", "split", "batch_size", "output_dir", "file"), "--model_dir")
     return _run_main("eval", options)
   if options.file is None:
     _refuse(options, ("inputs", "targets", "metrics"), "--file")
   else:
-    _refuse(
-      options, ("task", "split"), "a run's task, but --file gives rows: leave one of them out"
-    )
+    _refuse(options, ("task", "split"), "the run's task, but --file gives rows")
   from rosetta_t5 import data, eval
   from rosetta_t5.trained_model import open_checkpoint, read_run
   from rosetta_t5.training import Trainer
 
   run, restore_cfg = read_run(options.model_dir, options.flags, options.trust)
-  cfg = _dataset_cfg(run, options, "infer_eval_dataset_cfg", "train_eval_dataset_cfg")
-  model_dir, _ = _locate(restore_cfg, options)
-  folder = cfg.split
+  cfg = _dataset_cfg(run, options, _DATA)
+  folder, batches = cfg.split, int(run.get("eval_steps") or 0)
   if options.file is not None:
     like = data.find_task_or_mixture(cfg) if cfg.name else None
     columns = (options.inputs, options.targets, options.metrics)
     folder = data.task_on_rows(options.file, like, run["model"].output_vocabulary, *columns)
     lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
     changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
-    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, **changes)
-  output_dir = options.output_dir or str(model_dir / "eval" / folder)
+    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, pack=False, **changes)
+  output_dir = options.output_dir or str(_locate(restore_cfg)[0] / "eval" / folder)
   if data.has_metrics(cfg):
     eval.evaluate(
       model=run["model"],
@@ -120,11 +153,10 @@ def _eval(options: argparse.Namespace) -> int:
     )
     return 0
   if options.file is None:
-    cfg, batches = _dataset_cfg(run, options, "train_eval_dataset_cfg"), run["eval_steps"]
+    cfg = _dataset_cfg(run, options, _DATA[1:])
   else:
     rows = data.find_task_or_mixture(cfg).get_dataset(lengths, split=cfg.split, shuffle=False)
     batches = -(-sum(1 for _ in rows) // cfg.batch_size)
-    cfg = dataclasses.replace(cfg, pack=False)
   trainer_cls = run.get("trainer_cls") or Trainer
   eval.evaluate_loss(open_checkpoint(run, restore_cfg), cfg, trainer_cls, batches, output_dir)
   return 0
@@ -133,18 +165,14 @@ def _eval(options: argparse.Namespace) -> int:
 def _infer(options: argparse.Namespace) -> int:
   if options.model_dir is None:
     of_models = ("input", "task", "split", "batch_size", "output_dir", "mode")
-    _refuse(options, (*of_models, *decoding_options.NAMES), "--model_dir")
+    _refuse(options, (*of_models, *text_commands.DECODING_OPTIONS), "--model_dir")
   elif ignored := [flag for flag in options.flags if flag.lstrip("-").startswith("gin.infer.")]:
     raise ConfigError(
       f"{ignored[0]} has no effect with --model_dir, whose model alone gin configures: give --mode and the "
       "other options of this command, or configure the inference by gin files (--gin_file)"
     )
   if options.input is not None:
-    _refuse(
-      options,
-      ("task", "split", "output_dir", "mode"),
-      "a run's task, but --input gives texts: leave one of them out",
-    )
+    _refuse(options, ("task", "split", "output_dir", "mode"), "a task, but --input gives texts")
     return text_commands.infer(options)
   _refuse(options, text_commands.OPTIONS, "--input")
   if options.model_dir is None:
@@ -154,19 +182,21 @@ def _infer(options: argparse.Namespace) -> int:
 
   used = ("model", "partitioner", *_DATA)
   run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
-  cfg = _dataset_cfg(run, options, *_DATA)
+  cfg = _dataset_cfg(run, options, _DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
-  model_dir, checkpoint = _locate(restore_cfg, options)
-  model = run["model"]
-  decoding_options.apply(options, model)
+  text_commands.apply_decoding_options(options, run["model"])
+  output_dir = options.output_dir
+  if output_dir is None:
+    model_dir, checkpoint = _locate(restore_cfg)
+    output_dir = str(model_dir / "infer" / cfg.split / checkpoint)
   terminal.continue_without_output()
   infer(
     mode=options.mode or "predict",
-    model=model,
+    model=run["model"],
     dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
     restore_checkpoint_cfg=restore_cfg,
     partitioner=run["partitioner"],
-    output_dir=options.output_dir or str(model_dir / "infer" / cfg.split / checkpoint),
+    output_dir=output_dir,
     checkpoint_period=100,
     summarize_config_fn=_write_no_config,
   )
@@ -185,14 +215,9 @@ def _export(options: argparse.Namespace) -> int:
 
   used = ("model", "partitioner")
   run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
-  save_model(
-    run["model"],
-    restore_cfg,
-    text_commands.feature_lengths(run["task_feature_lengths"], options),
-    options.output_dir,
-    options.batch_size,
-    options.num_decodes,
-  )
+  lengths = text_commands.feature_lengths(run["task_feature_lengths"], options)
+  more = (options.output_dir, options.batch_size, options.num_decodes)
+  save_model(run["model"], restore_cfg, lengths, *more)
   return 0
 
 
@@ -206,10 +231,63 @@ def _check(options: argparse.Namespace) -> int:
   return 0
 
 
+def _inspect(options: argparse.Namespace) -> int:
+  """Shows a task's data; returns 1 if it has problems, else 0."""
+  from rosetta_t5.config.command_line import parse_command_line
+  from rosetta_t5.data import DatasetConfig
+  from rosetta_t5.data.inspection import show_dataset
+  from rosetta_t5.data.tensorflow_import import import_seqio
+
+  if folder := parse_command_line(["rosetta-t5", *options.flags]).tfds_data_dir:
+    import_seqio().set_tfds_data_dir_override(folder)
+  for module in options.module:
+    importlib.import_module(module)
+  lengths = terminal.feature_lengths(_LENGTHS)
+  found = {"task_feature_lengths": lengths, **_find_data(options)}
+  if options.lengths:
+    found["task_feature_lengths"] = options.lengths
+  order = {"shuffle": True, "seed": options.seed, "pack": options.pack}
+  cfg = DatasetConfig(split=options.split, batch_size=options.batch_size, **order, **found)
+  return show_dataset(cfg, options.batches, options.examples)
+
+
+def _find_data(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the arguments of `DatasetConfig` that the command's data determines."""
+  from rosetta_t5.config.launch import read_macros
+  from rosetta_t5.data import file_task
+  from rosetta_t5.data.prepared import prepared_task
+  from rosetta_t5.data.prepared.prepare import MANIFEST
+  from rosetta_t5.data.tensorflow_import import import_seqio
+  from rosetta_t5.trained_model import read_run
+
+  first, *others = options.data
+  if first.endswith(".gin"):
+    files = [f"--gin_file={path}" for path in options.data]
+    macros = read_macros(["rosetta-t5", *files, *options.flags], list(_MACROS.values()))
+    if "MIXTURE_OR_TASK_NAME" not in macros:
+      raise ConfigError(f"MIXTURE_OR_TASK_NAME is not set in {', '.join(options.data)}")
+    return {name: macros[macro] for name, macro in _MACROS.items() if macros.get(macro)}
+  if others:
+    raise ConfigError(f"expected one task, folder or data file, got {', '.join(options.data)}")
+  if os.path.exists(os.path.join(first, MANIFEST)):
+    return {"mixture_or_task_name": prepared_task(first)}
+  if any(os.path.exists(os.path.join(first, name)) for name in ("model.json", "config.gin")):
+    cfg = read_run(first, options.flags, options.trust)[0]["train_dataset_cfg"]
+    return {name: getattr(cfg, name) for name in (*_MACROS, "use_cached")}
+  if not os.path.exists(first):
+    return {"mixture_or_task_name": first}
+  vocabulary = None
+  if options.vocab:
+    vocabulary = import_seqio().SentencePieceVocabulary(options.vocab, extra_ids=100)
+  how: dict[str, Any] = {"text": options.text}
+  if options.inputs or options.targets:
+    how = {"objective": "seq2seq", "inputs": options.inputs, "targets": options.targets}
+  return {"mixture_or_task_name": file_task(first, vocabulary=vocabulary, **how)}
+
+
 def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
   """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
-  is_dry = any(flag.lstrip("-").startswith("dry_run") for flag in options.flags)
-  if not is_dry:
+  if not any(flag.lstrip("-").startswith("dry_run") for flag in options.flags):
     terminal.continue_without_output()
   program = f"rosetta-t5 {verb or module}"
   importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
@@ -227,34 +305,26 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> N
     raise ConfigError(f"{given[0]} needs {needed}")
 
 
-def _locate(restore_cfg: Any, options: argparse.Namespace) -> tuple[pathlib.Path, str]:
+def _locate(restore_cfg: Any) -> tuple[pathlib.Path, str]:
   """Returns the MODEL_DIR of a checkpoint, and the checkpoint's name in it."""
   from rosetta_t5.checkpoints import is_hugging_face, latest_step
 
   path = pathlib.Path(restore_cfg.path)
-  if is_hugging_face(path) and options.output_dir is None:
+  if is_hugging_face(path):
     raise ConfigError(f"results are not written into {path}: give --output_dir")
   if restore_cfg.mode == "specific":
     return path.parent, path.name
   return path, f"checkpoint_{latest_step(path)}"
 
 
-def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, *names: str) -> Any:
-  """Returns the first data that a run has, with the task, split and batch size of the options.
-
-  Args:
-    *names: the names of these arguments, in order of preference; the training data come last.
-  """
-  found = [run[name] for name in (*names, "train_dataset_cfg") if run.get(name) is not None]
-  given = {
-    "mixture_or_task_name": options.task,
-    "split": options.split,
-    "batch_size": options.batch_size,
-  }
-  changes = {name: value for name, value in given.items() if value is not None}
-  if not (found[0].name or options.task or getattr(options, "file", None)):
+def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, names: Sequence[str]) -> Any:
+  """Returns the first data of these names that a run has, with the task, split and batch size of the options."""
+  cfg = next(run[name] for name in names if run.get(name) is not None)
+  given = {"mixture_or_task_name": options.task, "split": options.split}
+  given["batch_size"] = options.batch_size
+  if not (cfg.name or options.task or getattr(options, "file", None)):
     raise ConfigError("a Hugging Face folder has no task of its own: give --task, or eval --file")
-  cfg = dataclasses.replace(found[0], **changes)
+  cfg = dataclasses.replace(cfg, **{name: x for name, x in given.items() if x is not None})
   if pathlib.PurePath(cfg.split).name != cfg.split:  # it is part of the path of the results
     raise ConfigError(f"the split must be a name, got {cfg.split!r}")
   return cfg

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import inspect
 import io
 import itertools
 import json
@@ -12,20 +14,17 @@ import pathlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 from rosetta_t5 import terminal
-from rosetta_t5.cli import decoding_options
-from rosetta_t5.cli.input_rows import Row, count_lines, read_rows
 from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.files import exclusive_output
-from rosetta_t5.terminal import positive_integer
+from rosetta_t5.terminal import positive_integer, positive_number
 
-_SETTINGS = ".settings.json"  # What determined the lines of an output is in OUTPUT.settings.json.
-_LINE_START = b'{"inputs": '  # Each line of an output begins like this.
 LENGTHS = ("input_length", "output_length")
-# The options that only --input has.
+# The options that only --input has, and those that control what predictions may contain.
 OPTIONS = ("template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
+DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
 
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,12 +41,9 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add(
     "--num_decodes", type=positive_integer, help="beams or samples; the run's by default, mostly 1"
   )
-  add(
-    "--n_best",
-    type=positive_integer,
-    help="also write this many predictions with their scores, the best first",
-  )
+  add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
   add_length_options(add)
+  _add_decoding_options(parser)
 
 
 def add_length_options(add: Callable[..., Any]) -> None:
@@ -56,46 +52,150 @@ def add_length_options(add: Callable[..., Any]) -> None:
     add(f"--{name}", type=positive_integer, help="tokens; the training run's by default")
 
 
+def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
+  """Adds the options whose names are those of the arguments of the decode functions."""
+  add = parser.add_argument_group("decoding").add_argument
+  add("--repetition_penalty", type=positive_number, help="above 1, tokens are repeated less")
+  add(
+    "--no_repeat_ngram_size", type=positive_integer, help="tokens that do not occur twice in order"
+  )
+  add("--min_new_tokens", type=positive_integer, help="predictions have at least this many tokens")
+  add("--bad_word", action="append", help="a text that does not occur; can be given repeatedly")
+
+
 def infer(options: argparse.Namespace) -> int:
-  """Reads texts or JSON objects, one per line, and writes the model's predictions or scores."""
-  from rosetta_t5.inference.result_files import check_same_settings
+  """Reads texts or records and writes the model's predictions or scores, one JSON object per line."""
   from rosetta_t5.trained_model import open_model_dir
 
-  output = options.output or "-"
-  if output != "-":
-    terminal.continue_without_output()
+  if options.targets is not None and (options.n_best or options.num_decodes):
+    raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
+  rows = read_rows(options)
+  if (first := next(rows, None)) is None:
+    name = "Standard input" if options.input == "-" else options.input
+    raise ValueError(f"{name} contains no text: give one text or JSON object per line")
+  rows = itertools.chain([first], rows)
   with contextlib.ExitStack() as stack:
-    if options.targets is not None and (options.n_best or options.num_decodes):
-      raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
-    rows = read_rows(options.input, options.template, options.targets, options.quoted)
-    if os.path.isfile(output):
-      stack.enter_context(exclusive_output(output))
-    completed, size = _read_completed_rows(output)
-    settings_file = f"{output}{_SETTINGS}"
-    if completed and os.path.exists(settings_file):
-      check_same_settings(settings_file, _settings_of(options), output)
-    _skip_completed(rows, completed, output)
-    first = next(rows, None)
-    if first is not None:
-      file = _open_output(output, len(completed), size, stack)
-      model = open_model_dir(options.model_dir, options.flags, options.trust)
-      decoding_options.apply(options, model.model)
-      if output != "-":
-        pathlib.Path(settings_file).write_text(json.dumps(_settings_of(options)))
-      results = _infer_rows(model, itertools.chain([first], rows), options)
-      # On a terminal, the results themselves show the progress.
-      if output != "-" or not sys.stdout.isatty():
-        count = count_lines(options.input)
-        left = None if count is None else count - len(completed)
-        results = terminal.track(results, "inferring", left, "rows", sys.stderr)
-      for result in results:
-        print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
-    elif completed:
-      print(f"all {len(completed)} rows are in {output}", file=sys.stderr, flush=True)
+    if options.output in (None, "-"):
+      file: Any = sys.stdout
+      if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(encoding="utf-8")
     else:
-      name = "Standard input" if options.input == "-" else options.input
-      raise ValueError(f"{name} contains no text: give one text or JSON object per line")
+      terminal.continue_without_output()
+      file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
+      stack.enter_context(exclusive_output(options.output))
+      _skip_completed(options, rows)
+    model = open_model_dir(options.model_dir, options.flags, options.trust)
+    apply_decoding_options(options, model.model)
+    results = _infer_rows(model, rows, options)
+    # On a terminal, the results themselves show the progress.
+    if file is not sys.stdout or not sys.stdout.isatty():
+      results = terminal.track(results, "inferring", unit="rows", stream=sys.stderr)
+    for result in results:
+      print(_to_json(result), file=file, flush=True)
   return 0
+
+
+class Row(NamedTuple):
+  """A row of the input.
+
+  Attributes:
+    inputs: its text, or the record of its columns.
+    example: {"input": text, "target": text}; None for an empty line.
+  """
+
+  inputs: str | Mapping[str, Any]
+  example: dict[str, str] | None
+
+
+def read_rows(options: argparse.Namespace) -> Iterator[Row]:
+  """Yields the rows of the input: its lines as texts, or records as `data.reading` reads them.
+
+  Raises:
+    ValueError: the records need a template, or a row cannot be used.
+  """
+  from rosetta_t5.data.reading import DEFAULT_OPTIONS, BadExample, make_converter
+
+  path, template, targets = options.input, options.template, options.targets
+  file_format = "text"
+  with contextlib.suppress(ValueError):
+    file_format = DEFAULT_OPTIONS.format_of(path)
+  if template is None and (targets is not None or file_format != "text"):
+    raise ValueError(
+      f"The rows of {path} have columns, which need a template for the model's input: give --template, "
+      "such as --template 'question: {question} context: {context}'"
+    )
+  if template is not None and file_format == "text":
+    file_format = "jsonl"
+  templates = {"input": template or "text", "target": targets}
+  convert = make_converter({key: text for key, text in templates.items() if text is not None})
+  for number, content in _numbered_records(path, file_format, options.quoted):
+    if isinstance(content, str) and not content.strip():
+      yield Row(content, None)
+      continue
+    record = {"text": content} if isinstance(content, str) else content
+    example = record.reason if isinstance(record, BadExample) else convert(record)
+    if isinstance(example, str):
+      raise ValueError(f"Line {number} of the input cannot be used: {example}")
+    yield Row(content, {"target": "", **example})
+
+
+def _numbered_records(
+  path: str, file_format: str, quoted: bool | None
+) -> Iterator[tuple[int, Any]]:
+  """Yields the number of each line or row, and a text, a record or a `BadExample`."""
+  from rosetta_t5.data.reading import BadExample, ReadOptions, read_records
+  from rosetta_t5.data.reading.files import open_bytes
+  from rosetta_t5.data.reading.records import parse_json_line
+
+  # A .json file may contain one array of all records. In other files of lines, each has a result.
+  if file_format not in ("text", "jsonl") or ".json" in pathlib.PurePath(path).suffixes:
+    yield from read_records(path, ReadOptions(file_format, quoted=quoted))
+    return
+  raw = sys.stdin.buffer if path == "-" else open_bytes(path)
+  with io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="\n") as lines:
+    for number, line in enumerate(lines, 1):
+      content: Any = line.rstrip("\r\n")
+      if file_format == "jsonl" and content:
+        content = parse_json_line(line)
+        content = BadExample(path, number, content) if isinstance(content, str) else content
+      yield number, content
+
+
+def _to_json(value: Any) -> str:
+  """Returns JSON, with values of Parquet files that it cannot represent as texts."""
+  return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _skip_completed(options: argparse.Namespace, rows: Iterator[Row]) -> None:
+  """Skips the rows whose results an earlier call has written, and removes its unfinished line.
+
+  Raises:
+    ValueError: the output is not that of an earlier call with the same rows and settings.
+  """
+  from rosetta_t5.inference.result_files import check_same_settings
+
+  output, settings = options.output, _settings_of(options)
+  file = pathlib.Path(f"{output}.settings.json")
+  lines = pathlib.Path(output).read_bytes().splitlines(keepends=True)
+  if lines and not file.exists():
+    raise ValueError(
+      f"--output {output} exists and is not an output of this command: give another file"
+    )
+  if lines and lines[-1][-1:] != b"\n":
+    os.truncate(output, sum(map(len, lines[:-1])))
+    del lines[-1]
+  if lines:
+    check_same_settings(file, settings, output)
+    print(f"continuing after {len(lines)} lines of {output}", file=sys.stderr, flush=True)
+  for number, line in enumerate(lines, 1):
+    row = next(rows, None)
+    # As text, because NaN differs from itself.
+    if row is None or _to_json(row.inputs) != _to_json(json.loads(line)["inputs"]):
+      raise ValueError(
+        f"{output} exists, and its line {number} does not belong to row {number} of the input: give "
+        "another --output, or remove that file"
+      )
+  file.write_text(json.dumps(settings))
 
 
 def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +203,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.checkpoints import fingerprint, resolve_checkpoint
 
   checkpoint = resolve_checkpoint(options.model_dir)
-  names = [name for name in OPTIONS if name != "output"] + list(decoding_options.NAMES)
+  names = [name for name in (*OPTIONS, *DECODING_OPTIONS) if name != "output"]
   given = {f"--{name}": getattr(options, name) for name in names}
   return {
     **{name: value for name, value in given.items() if value is not None},
@@ -111,39 +211,6 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
     "checkpoint": checkpoint.name,
     "the checkpoint's content": fingerprint(checkpoint),
   }
-
-
-def chat_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 chat`."""
-  parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
-  decoding_options.add_arguments(parser)
-  add_trust_option(parser)
-  parser.set_defaults(run=chat)
-
-
-def chat(options: argparse.Namespace) -> int:
-  """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
-  from rosetta_t5.inference.text_inference import BLANK, BlankFiller
-  from rosetta_t5.trained_model import open_model_dir
-
-  model = open_model_dir(options.model_dir, trust=options.trust)
-  decoding_options.apply(options, model.model)
-  fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
-  print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
-  for text in _typed_lines():
-    try:
-      print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
-    except ValueError as error:  # An error in one line does not end the command.
-      print(error, flush=True)
-  return 0
-
-
-def _typed_lines() -> Iterator[str]:
-  if isinstance(sys.stdin, io.TextIOWrapper):
-    sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.
-  with contextlib.suppress(EOFError):
-    while text := input("> ").strip():
-      yield text
 
 
 def _infer_rows(
@@ -156,65 +223,36 @@ def _infer_rows(
   from rosetta_t5.models.batch_metrics import LEFT_BEHIND
 
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.
-  batch_size = options.batch_size or 8
-  batch_size += -batch_size % model.partitioner.data_mesh_size
-  lengths = feature_lengths(model.lengths, options)
+  size = options.batch_size or 8
+  size += -size % model.partitioner.data_mesh_size
+  lengths, is_scoring = feature_lengths(model.lengths, options), options.targets is not None
   texts = TextInference(
-    model.model,
-    model.partitioner,
-    model.state_axes,
-    batch_size,
-    lengths,
+    *(model.model, model.partitioner, model.state_axes, size, lengths),
     inputs_end="inputs" in model.lengths,
   )
-  is_scoring = options.targets is not None
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
-  arguments = {} if is_scoring else _decodes(options)
-  preprocessors = default_preprocessors()
-  truncated, unknown = Counter[str](), Counter[str]()
-  left_behind: list[float] = []
-  num_empty = 0
-  while batch := list(itertools.islice(rows, batch_size)):
+  call, empty = (default_preprocessors(), model.state), None if is_scoring else b""
+  truncated, left_behind = Counter[str](), list[float]()
+  while batch := list(itertools.islice(rows, size)):
     examples = [row.example for row in batch if row.example is not None]
-    num_empty += len(batch) - len(examples)
     truncated += texts.count_truncated(examples)
-    unknown += texts.count_unknown(examples)
-    results, aux = (
-      texts.infer(mode, examples, preprocessors, model.state, **arguments) if examples else ([], {})
-    )
-    fractions = aux.pop(LEFT_BEHIND, [0.0] * len(results))
+    results, aux = texts.infer(mode, examples, *call, **_decodes(options)) if examples else ([], {})
+    fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
     left_behind += fractions
     scores = aux.get("scores", [None] * len(results))
-    computed = iter(zip(results, scores, fractions, strict=True))
+    computed = zip((output for _, output in results), scores, fractions, strict=True)
     for row in batch:
-      if row.example is None:
-        empty = {"score": None} if is_scoring else {"prediction": "", "score": None}
-        yield {"inputs": row.inputs, **empty}
-        continue
-      (_, output), score, fraction = next(computed)
+      output, score, fraction = next(computed) if row.example else (empty, None, 0.0)
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
-  notes = _notes_on_rows(num_empty, unknown, truncated, lengths)
-  for note in [*notes, *notes_on_tokens_left_behind({LEFT_BEHIND: left_behind})]:
+  for feature, count in truncated.items():
+    print(
+      f"note: {count} {feature} had more than {lengths[feature]} tokens and were truncated: set a larger "
+      f"--{'input' if feature == 'inputs' else 'output'}_length",
+      file=sys.stderr,
+    )
+  for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
     print(f"note: {note}", file=sys.stderr)
-
-
-def _notes_on_rows(
-  num_empty: int, unknown: Counter[str], truncated: Counter[str], lengths: Mapping[str, int]
-) -> Iterator[str]:
-  """Yields what a user should know about the rows that were read."""
-  from rosetta_t5.data.vocabularies.lost_text import describe_unknown
-
-  if num_empty:
-    yield f"an empty line has an empty prediction ({num_empty} in all)"
-  if unknown:
-    yield f"the vocabulary has no piece for these characters of the inputs: {describe_unknown(unknown)}"
-  for feature, option in (("inputs", "--input_length"), ("targets", "--output_length")):
-    if truncated[feature]:
-      yield (
-        f"{truncated[feature]} {feature} had more than {lengths[feature]} tokens and were truncated: set "
-        f"a larger {option}"
-      )
 
 
 def _decodes(options: argparse.Namespace) -> dict[str, Any]:
@@ -257,67 +295,67 @@ def feature_lengths(trained: Mapping[str, int], options: argparse.Namespace) -> 
   return lengths | {name: length for name, length in given.items() if length is not None}
 
 
-def _read_completed_rows(path: str) -> tuple[list[Any], int]:
-  """Returns the rows that an earlier call has completed in the output, and their size in bytes.
+def apply_decoding_options(options: argparse.Namespace, model: Any) -> None:
+  """Makes a model decode as the options specify.
 
   Raises:
-    ValueError: the file contains something else, or cannot be written.
+    ValueError: its decode function lacks an argument.
   """
-  rows: list[Any] = []
-  size = 0
-  if path == "-":
-    return rows, size
-  existing = path if os.path.exists(path) else os.path.dirname(path) or "."
-  if os.path.isdir(path):
-    raise ValueError(f"--output {path} is a folder: give a file")
-  # Such an output cannot be continued, and reading a pipe would block.
-  if os.path.exists(path) and not os.path.isfile(path):
-    raise ValueError(
-      f"--output {path} is a device or a pipe: give a file, or - for standard output"
-    )
-  if not os.access(existing, os.W_OK):
-    raise ValueError(f"--output {path} cannot be written: check {existing}, or give another file")
-  if not os.path.exists(path):
-    return rows, size
-  with open(path, "rb") as file:
-    for line in file:
-      if line.endswith(b"\n"):
-        rows.append(_parse_completed_row(path, line))
-        size += len(line)
-      elif not line.startswith(_LINE_START[: len(line)]):
-        _parse_completed_row(path, line)  # It is not a line that a killed call left unfinished.
-  return rows, size
+  from rosetta_t5.models.base_model import set_decode_fn
+
+  values = {name: getattr(options, name) for name in DECODING_OPTIONS}
+  given = {name: value for name, value in values.items() if value is not None}
+  if words := given.pop("bad_word", None):
+    given["bad_words_ids"] = [model.output_vocabulary.encode(word) for word in words]
+  if any((getattr(options, name, None) or 1) > 1 for name in ("n_best", "num_decodes")):
+    _search_instead_of_greedy(model)
+  if given:
+    set_decode_fn(model, model.decode_fn, **given)
 
 
-def _parse_completed_row(path: str, line: bytes) -> Any:
-  try:
-    return json.loads(line)["inputs"]
-  except (ValueError, KeyError, TypeError) as error:
-    raise ValueError(
-      f"--output {path} exists and is not an output of this command: {line[:60]!r}. Give another file"
-    ) from error
+def _search_instead_of_greedy(model: Any) -> None:
+  """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
+  from rosetta_t5 import decoding
+  from rosetta_t5.config.saved_config import bindings_of
+  from rosetta_t5.models.base_model import set_decode_fn
+
+  decode_fn: Any = model.decode_fn
+  bound: dict[str, Any] = {}
+  while isinstance(decode_fn, functools.partial):
+    decode_fn, bound = decode_fn.func, {**decode_fn.keywords, **bound}
+  bound = {**bindings_of(decode_fn), **bound}
+  is_sampling = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.temperature_sample)
+  if is_sampling and (bound.get("topk", 1) == 1 or bound.get("temperature") == 0):
+    kept = {name: bound[name] for name in decoding.Controls._fields if name in bound}
+    if bound.get("max_decode_steps"):
+      kept["max_decode_step"] = bound["max_decode_steps"]
+    set_decode_fn(model, decoding.beam_search, **kept)
+    print("note: several decodes are made by beam search, not greedily", file=sys.stderr)
 
 
-def _skip_completed(rows: Iterator[Row], completed: list[Any], output: str) -> None:
-  for number, expected in enumerate(completed, 1):
-    row = next(rows, None)
-    # As text, because NaN differs from itself.
-    if row is None or json.dumps(row.inputs) != json.dumps(expected):
-      raise ValueError(
-        f"{output} exists, and its line {number} does not belong to row {number} of the input: give "
-        "another --output, or remove that file"
-      )
+def chat_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 chat`."""
+  parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
+  _add_decoding_options(parser)
+  add_trust_option(parser)
+  parser.set_defaults(run=chat)
 
 
-def _open_output(path: str, completed: int, size: int, stack: contextlib.ExitStack) -> IO[str]:
-  """Opens the output after the completed rows of an earlier call, which have `size` bytes."""
-  if path == "-":
-    if isinstance(sys.stdout, io.TextIOWrapper):
-      sys.stdout.reconfigure(encoding="utf-8")
-    return sys.stdout
-  if os.path.exists(path):
-    print(f"continuing after {completed} lines of {path}", file=sys.stderr, flush=True)
-    os.truncate(path, size)
-  else:
-    stack.enter_context(exclusive_output(path, create=True))
-  return stack.enter_context(open(path, "a", encoding="utf-8"))
+def chat(options: argparse.Namespace) -> int:
+  """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
+  from rosetta_t5.inference.text_inference import BLANK, BlankFiller
+  from rosetta_t5.trained_model import open_model_dir
+
+  model = open_model_dir(options.model_dir, trust=options.trust)
+  apply_decoding_options(options, model.model)
+  fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
+  print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.
+  with contextlib.suppress(EOFError):
+    while text := input("> ").strip():
+      try:
+        print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
+      except ValueError as error:  # An error in one line does not end the command.
+        print(error, flush=True)
+  return 0

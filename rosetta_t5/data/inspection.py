@@ -17,8 +17,12 @@ from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.prepared.shards import read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
-from rosetta_t5.data.vocabularies.lost_text import count_lost, describe_lost, lost_text_problems
-from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  count_lost,
+  describe_lost,
+  lost_text_problems,
+  sentinel_ids,
+)
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 

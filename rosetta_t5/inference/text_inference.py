@@ -19,7 +19,6 @@ from rosetta_t5.data.pipeline.inference_data import (
   iterate_chunks,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.lost_text import count_unknown
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import (
@@ -104,11 +103,6 @@ class TextInference:
       for example in examples
       if len(feature.vocabulary.encode(example[name[:-1]])) + feature.add_eos > self._lengths[name]
     )
-
-  def count_unknown(self, examples: Sequence[Mapping[str, str]]) -> Counter[str]:
-    """Returns how often each character without a piece is in the inputs; see `count_truncated`."""
-    vocabulary = self.features["inputs"].vocabulary
-    return sum((count_unknown(example["input"], vocabulary) for example in examples), Counter())
 
   def infer(
     self,

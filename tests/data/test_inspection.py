@@ -103,8 +103,8 @@ def test_gin_files_and_files_of_rows_can_be_inspected(
   assert " of the first 20 targets of 'files_" in text
   assert "would lose their end: half of them have more than" in text
   with pytest.raises(SystemExit):
-    cli.main(["inspect", file])
-  assert "has the columns 'id', 'question', 'answer': name those" in capsys.readouterr().err
+    cli.main(["inspect", file, "--vocab", model])
+  assert "no column 'text' among 'id', 'question', 'answer'" in capsys.readouterr().err
 
 
 def test_lost_characters_of_a_task_that_reads_lines_are_named(

@@ -13,7 +13,7 @@ import pytest
 from compiled_collectives import collectives
 from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model, make_model
 
-from rosetta_t5.bench.train_step import model_config
+from rosetta_t5.cli.bench import model_config
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
 from rosetta_t5.networks.t5 import Transformer

@@ -29,7 +29,7 @@ from rosetta_t5.data.pipeline.task_lookup import (
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.reading.files import compare_files, describe_files
 from rosetta_t5.data.tensorflow_import import seqio
-from rosetta_t5.data.vocabularies.lost_text import count_unknown, describe_unknown
+from rosetta_t5.data.vocabularies.sentencepiece_models import count_unknown, describe_unknown
 from rosetta_t5.distributed.coordination import check_same
 from rosetta_t5.user_errors import OWN_PACKAGES
 

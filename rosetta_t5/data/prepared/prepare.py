@@ -33,8 +33,11 @@ from rosetta_t5.data.prepared.shards import (
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
-from rosetta_t5.data.vocabularies.lost_text import describe_lost, lost_text_problems
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  describe_lost,
+  load_sentencepiece,
+  lost_text_problems,
+)
 from rosetta_t5.files import exclusive_output, write_atomically
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 

@@ -30,8 +30,11 @@ from rosetta_t5.data.reading import (
   is_in_validation,
   make_converter,
 )
-from rosetta_t5.data.vocabularies.lost_text import count_lost, count_unknown
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.data.vocabularies.sentencepiece_models import (
+  count_lost,
+  count_unknown,
+  load_sentencepiece,
+)
 from rosetta_t5.files import read_json_object, unfinished_path, write_atomically
 
 MANIFEST = "manifest.json"

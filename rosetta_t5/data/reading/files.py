@@ -11,7 +11,6 @@ import lzma
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from rosetta_t5.argument_types import check_one_of
@@ -128,15 +127,12 @@ def describe_files(paths: Sequence[str], is_movable: bool) -> dict[str, Any]:
     is_movable: whether a position in them remains valid if their folder is moved.
   """
 
-  def head(path: str) -> str:
-    if not os.path.isfile(path):
-      return ""
-    with open(path, "rb", buffering=0) as file:
-      return digest_of([file.read(_HEAD)])
-
-  sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-  with ThreadPoolExecutor(16) as threads:
-    heads = list(threads.map(head, paths))
+  sizes, heads = [0] * len(paths), [""] * len(paths)
+  for number, path in enumerate(paths):
+    if os.path.isfile(path):
+      sizes[number] = os.path.getsize(path)
+      with open(path, "rb") as file:
+        heads[number] = digest_of([file.read(_HEAD)])
   return list_files(paths, sizes, heads, is_movable) | {"head": _HEAD}
 
 
@@ -172,16 +168,14 @@ def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list
   old, new = ({name: rest for name, *rest in files} for files in (before, after))
   changed = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
   sizes = {name: f"size {old[name][0]:,} → {new[name][0]:,}" for name in changed}
+  same = {name: "other contents" for name in changed if old[name][0] == new[name][0]}
   kinds = {
-    "changed": [
-      f"{name} ({sizes[name] if old[name][0] != new[name][0] else 'other contents'})"
-      for name in changed
-    ],
+    "changed": [f"{name} ({text})" for name, text in (sizes | same).items()],
     "removed": sorted(old.keys() - new.keys()),
     "added": sorted(new.keys() - old.keys()),
   }
   texts = [
-    f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    f"{kind}: {', '.join([*names[:3], *(['…'] if names[3:] else [])])}"
     for kind, names in kinds.items()
     if names
   ]

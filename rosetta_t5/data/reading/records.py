@@ -7,9 +7,7 @@ import dataclasses
 import io
 import itertools
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,9 +15,6 @@ from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions, open_byt
 
 Record = Mapping[str, Any]
 
-# Exceptions of Python's readers if a file is truncated or damaged. pyarrow has its own.
-_DAMAGE = (OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, zlib.error, csv.Error)
-_SEPARATORS = re.compile(r"[\s,]*")  # between the elements of a JSON array
 # A field in quotes, in which quotes are doubled. It may contain tabs and line breaks.
 _OPEN = r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+'
 _QUOTED = re.compile(_OPEN + r'"(?=[\t\n]|\r\n|\Z)')
@@ -70,11 +65,9 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
   try:
     for line, unit in read(path, options):
       yield line, BadExample(path, line, unit) if isinstance(unit, str) else unit
-  except UnclearQuotesError:
+  except (UnclearQuotesError, MemoryError):
     raise
-  except Exception as error:
-    if not isinstance(error, _DAMAGE) and not type(error).__module__.startswith("pyarrow"):
-      raise
+  except Exception as error:  # of Python's readers or pyarrow
     if isinstance(error, OSError) and error.strerror:
       reason = f"the file cannot be read: {error.strerror}"
     else:
@@ -113,13 +106,14 @@ def _json_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
     is_array = file.read(64).lstrip().startswith("[")
   with _open_text(path) as file:
     if is_array:
-      yield from ((line, _object(value)) for line, value in _array_elements(file.read()))
+      yield from enumerate(map(_object, json.load(file)), 1)
     else:
       lines = enumerate(file, 1)
-      yield from ((number, _parse_line(line)) for number, line in lines if line.strip())
+      yield from ((number, parse_json_line(line)) for number, line in lines if line.strip())
 
 
-def _parse_line(line: str) -> Record | str:
+def parse_json_line(line: str) -> Record | str:
+  """Returns the object that a line of JSON contains, or the reason why there is none."""
   try:
     return _object(json.loads(line))
   except (ValueError, RecursionError) as error:
@@ -134,35 +128,32 @@ def _object(value: Any) -> Record | str:
   return value if is_object else f"a JSON {type(value).__name__}, not an object with columns"
 
 
-def _array_elements(text: str) -> Iterator[tuple[int, Any]]:
-  """Yields the elements of a JSON array, and the lines where they begin."""
-  decode = json.JSONDecoder().raw_decode
-  line, counted, end = 1, 0, text.index("[") + 1
-  while True:
-    start = _SEPARATORS.match(text, end).end()  # type: ignore[union-attr]
-    if text.startswith("]", start):
-      break
-    line, counted = line + text.count("\n", counted, start), start
-    element, end = decode(text, start)
-    yield line, element
-  if text[start + 1 :].strip():
-    raise ValueError("there is more after the end of the array")
-
-
 def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
   """Yields the rows of a csv or tsv file, with the line at which each begins."""
   csv.field_size_limit(64 << 20)  # characters; the default is too small for a document
   columns = list(options.columns or ())
+  is_csv, is_quoted = options.format_of(path) == "csv", options.quoted
+  if is_quoted is None:
+    is_quoted = is_csv or _is_quoted(path, len(columns))
+  quoting: Any = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
   with _open_text(path, newline="") as file:
-    if options.format_of(path) == "csv" or options.quoted is not None:
-      delimiter = "," if options.format_of(path) == "csv" else "\t"
-      rows = _rows(file, delimiter, options.quoted is not False)
-    else:
-      rows = _rows_of_unknown_tsv(file, path, len(columns))
-    for line, row in rows:
-      if isinstance(row, str):
-        yield line, row
-      elif not columns:
+    # Without `strict`, a field with a quote in the wrong place would lose this quote.
+    rows = csv.reader(file, delimiter="," if is_csv else "\t", quoting=quoting, strict=True)
+    while True:
+      line = rows.line_num + 1
+      try:
+        row = next(rows)
+      except StopIteration:
+        return
+      except csv.Error as error:
+        if "field larger" in str(error):
+          raise
+        yield (
+          line,
+          f"quotes in the wrong place ({error}); a quote in a quoted field must be doubled",
+        )
+        continue
+      if not columns:
         columns = row
       elif len(row) == len(columns):
         yield line, dict(zip(columns, row, strict=True))
@@ -170,51 +161,23 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
         yield line, f"{len(row)} columns instead of {len(columns)}"
 
 
-def _rows(
-  lines: Iterable[str], delimiter: str, is_quoted: bool, first_line: int = 1
-) -> Iterator[tuple[int, list[str] | str]]:
-  """Yields the line of each row, and its fields or the reason why it has none."""
-  quoting: Any = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
-  # Without `strict`, a field with a quote in the wrong place would lose this quote.
-  reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-  while True:
-    line = first_line + reader.line_num
-    try:
-      yield line, next(reader)
-    except StopIteration:
-      return
-    except csv.Error as error:
-      if "field larger" in str(error):
-        raise
-      yield line, f"quotes in the wrong place ({error}); a quote in a quoted field must be doubled"
-
-
-def _rows_of_unknown_tsv(
-  lines: Iterator[str], path: str, width: int
-) -> Iterator[tuple[int, list[str] | str]]:
-  """Reads rows until the first quote, where both ways are equal, and then decides between them.
+def _is_quoted(path: str, width: int) -> bool:
+  """Returns whether fields of a tsv file are in quotes, by the lines that follow its first quote.
 
   Args:
-    lines: the lines of the file.
-    path: its name, for errors.
+    path: the file.
     width: the number of columns; 0 for that of the first row.
   """
-  number = 0
-  window: list[str] = []
-  for number, line in enumerate(lines, 1):
-    if '"' in line:
-      window = [line, *itertools.islice(lines, _WINDOW)]
-      break
-    row = line.rstrip("\r\n").split("\t") if line.strip("\r\n") else []
-    width = width or len(row)
-    yield number, row
-  if window:
-    is_quoted = _is_quoted(window, width or window[0].count("\t") + 1, f"{path}, line {number}")
-    yield from _rows(itertools.chain(window, lines), "\t", is_quoted, number)
-
-
-def _is_quoted(lines: list[str], width: int, where: str) -> bool:
-  """Returns whether fields of a tsv file are in quotes, by lines of which the first has a quote."""
+  with _open_text(path, newline="") as file:
+    for number, line in enumerate(file, 1):
+      if not width and line.strip("\r\n"):
+        width = line.count("\t") + 1
+      if '"' in line:
+        where = f"{path}, line {number}"
+        break
+    else:
+      return False
+    lines = [line, *itertools.islice(file, _WINDOW)]
   unquoted = _QUOTED.sub("", "".join(lines))
   if field := _UNFINISHED.search(unquoted):  # The last row goes on after these lines.
     unquoted = unquoted[: unquoted.rfind("\n", 0, field.start()) + 1]
@@ -229,7 +192,7 @@ def _is_quoted(lines: list[str], width: int, where: str) -> bool:
     )
   if fits_quoted and fits_plain:
     # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
-    fields = lines[0].rstrip("\r\n").split("\t")
+    fields = line.rstrip("\r\n").split("\t")
     is_first_quoted = all(field.startswith('"') and field.endswith('"') for field in fields)
     return is_first_quoted or any('""' in line for line in lines)
   return fits_quoted
@@ -255,7 +218,7 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
     file.seek(0)
     if is_file_format:
       reader = pyarrow.ipc.open_file(file)
-      batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+      batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
     else:
       batches = pyarrow.ipc.open_stream(file)
     yield from _batch_rows(batches)

@@ -1,4 +1,4 @@
-"""Loads SentencePiece models so that id 0 is padding, which no text contains, and trains them with T5's ids."""
+"""SentencePiece models: loaded so that id 0 is padding, trained with T5's ids, and what texts lose in them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import multiprocessing
 import os
 import pathlib
-import string
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from absl import logging
@@ -20,8 +20,18 @@ from rosetta_t5.data.local_copies import announced_extra_ids, local_path
 
 # The ids that T5's vocabularies have, as flags of SentencePiece's spm_train.
 T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
-_SMALL = 1000  # pieces; 256 bytes would be too many of a smaller vocabulary
 _FLAGS = " ".join(f"--{name}={value}" for name, value in T5_IDS.items())
+_WHITE_SPACE = ("\n", "\t", "(?<= ) +")  # A run of spaces is counted without its first space.
+_LOST, _UNKNOWN = "lost ", "unknown "  # before the character that is counted
+_LOST_WHITE_SPACE = "lost white space"
+_SHOWN = 15  # number of characters
+# In T5's vocabulary, books lose 1% of their characters as white space, and source code 6% to 21%.
+_MAX_WHITE_SPACE = 0.05
+_MAX_CHANGED = 0.25  # fraction of the texts whose other characters may change
+KEEP_WHITE_SPACE = (
+  "--normalization_rule_name identity --remove_extra_whitespaces false "
+  "--allow_whitespace_only_pieces true"
+)
 
 
 def _load(model: bytes) -> Any:
@@ -123,14 +133,13 @@ def reserve_padding(processor: Any, name: str) -> Any:
     # Bytes replace unknown characters, so this piece is never anything but padding.
     spec.unk_surface = ""
     return _load(model.SerializeToString())
-  if multiprocessing.parent_process() is None:
-    logging.log_first_n(
-      logging.WARNING,
-      "%s has the unknown piece at id 0, which means padding here: unknown pieces get the id %d (%s) "
-      "instead. A vocabulary with T5's ids avoids this: %s of spm_train; rosetta-t5 vocab train sets them",
-      1,
-      *(name, free, processor.id_to_piece(free), _FLAGS),
-    )
+  logging.log_first_n(
+    logging.WARNING,
+    f"{name} has the unknown piece at id 0, which means padding here: unknown pieces get the id {free} "
+    f"({processor.id_to_piece(free)}) instead. A vocabulary with T5's ids avoids this: {_FLAGS} of "
+    "spm_train; rosetta-t5 vocab train sets them",
+    1,
+  )
   padding, unknown = model.pieces[0], model.pieces[free]
   padding.piece, padding.type = spec.pad_piece, model.SentencePiece.CONTROL
   unknown.piece, unknown.type = spec.unk_piece, model.SentencePiece.UNKNOWN
@@ -167,16 +176,6 @@ def _with_sentinels(processor: Any, count: int) -> Any:
   for number in reversed(range(count)):
     model.pieces.add(piece=f"▁<extra_id_{number}>", score=0.0, type=user_defined)
   return _load(model.SerializeToString())
-
-
-def lossless_options(vocab_size: int) -> dict[str, str]:
-  """Returns SentencePiece's options with which a vocabulary of this size loses no character of its text."""
-  if vocab_size < _SMALL:
-    return {"character_coverage": "1.0"}
-  return {
-    "byte_fallback": "true",
-    "required_chars": string.digits + string.ascii_letters + string.punctuation,
-  }
 
 
 def train_sentencepiece(
@@ -217,3 +216,94 @@ def train_sentencepiece(
       f"{reason or 'there is none.'} Use more text, another size (vocab train --size) or other options"
     ) from None
   return model.getvalue()
+
+
+def count_lost(text: str, vocabulary: Any) -> Counter[str]:
+  """Returns how much of each kind a text has, and how much of it is lost; the counts of texts can be added.
+
+  Args:
+    text: the text; white space at its ends does not count.
+    vocabulary: anything that encodes texts to ids and decodes them.
+  """
+  text = text.strip()
+  decoded = vocabulary.decode(vocabulary.encode(text))
+  characters = _lost_characters(text, decoded)
+  counts = Counter(texts=1, changed=int(bool(characters)), characters=len(text))
+  decoded = decoded.replace(" ⁇ ", "")  # an unknown piece, as SentencePiece decodes it
+  for pattern in _WHITE_SPACE:
+    before, after = (sum(map(len, re.findall(pattern, part))) for part in (text, decoded))
+    counts += Counter({_LOST_WHITE_SPACE: before - after})
+  return counts + Counter({_LOST + repr(c): number for c, number in characters.items()})
+
+
+def _lost_characters(text: str, decoded: str) -> Counter[str]:
+  """Returns how often each character, except spaces, is lost or replaced.
+
+  If none is, but the text changes, the characters that are added or, if it is only reordered, all.
+  """
+  before, after = ("".join(part.split()) for part in (text, decoded))
+  if before == after:
+    return Counter()
+  counts = Counter(before), Counter(after)
+  return counts[0] - counts[1] or counts[1] - counts[0] or counts[0]
+
+
+def count_unknown(text: str, tokenizer: Any) -> Counter[str]:
+  """Returns how often each character is in an unknown piece.
+
+  Args:
+    text: the text.
+    tokenizer: a `SentencePieceProcessor`, or a SeqIO vocabulary; those of bytes know all characters.
+  """
+  tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+  if not hasattr(tokenizer, "id_to_piece"):
+    return Counter()
+  ids, pieces = tokenizer.encode(text), tokenizer.encode(text, out_type=str)
+  unknown = "".join(p for id_, p in zip(ids, pieces, strict=True) if id_ == tokenizer.unk_id())
+  return Counter(_UNKNOWN + repr(character) for character in unknown)
+
+
+def describe_lost(counts: Mapping[str, int]) -> Iterator[str]:
+  """Yields lines about what texts lose.
+
+  Args:
+    counts: the sum of the results of `count_lost`.
+  """
+  texts = counts["texts"]
+  same = texts - counts.get("changed", 0)
+  yield f"decode(encode(text)) equals the text, except for spaces, in {same} of {texts}"
+  if text := _name_characters(counts, _LOST):
+    yield f"  lost characters: {text}"
+  if text := describe_unknown(counts):
+    yield f"  characters without a piece, in all texts: {text}"
+  if lost := counts.get(_LOST_WHITE_SPACE, 0):
+    share = lost / counts["characters"]
+    yield f"  lost line breaks, tabs and runs of spaces: {share:.1%} of the characters"
+
+
+def describe_unknown(counts: Mapping[str, int]) -> str:
+  """Returns how often the most common unknown characters occur; "" without any. See `count_unknown`."""
+  return _name_characters(counts, _UNKNOWN)
+
+
+def _name_characters(counts: Mapping[str, int], start: str) -> str:
+  # Representations of characters begin with a quote.
+  starts = (f"{start}'", f'{start}"')
+  found = {n.removeprefix(start): c for n, c in counts.items() if n.startswith(starts)}
+  common = Counter(found).most_common(_SHOWN)
+  return ", ".join(f"{name} {count} times" for name, count in common)
+
+
+def lost_text_problems(counts: Mapping[str, int]) -> Iterator[str]:
+  """Yields what is too much to be lost, and what to change; see `describe_lost`."""
+  texts, changed = counts["texts"], counts.get("changed", 0)
+  # A vocabulary may lack some characters: T5's has no braces. If it changes many texts, it is wrong.
+  if changed > _MAX_CHANGED * texts:
+    yield f"the vocabulary changes {changed} of {texts} texts"
+  share = counts.get(_LOST_WHITE_SPACE, 0) / max(counts["characters"], 1)
+  if share > _MAX_WHITE_SPACE:
+    yield (
+      f"the vocabulary loses white space that is {share:.0%} of the characters, as in source code: line "
+      f"breaks and indents cannot be learned. Train a vocabulary that keeps them: rosetta-t5 vocab train "
+      f"{KEEP_WHITE_SPACE}"
+    )

@@ -1,7 +1,4 @@
-"""Times the training step of T5 1.1 on this machine's devices.
-
-  rosetta-t5 bench --size base --batch 128
-  rosetta-t5 bench --size large --batch 96 --fp8 --kernel cudnn --json out.json
+"""`rosetta-t5 bench`: times the training step of T5 1.1 on this machine's devices.
 
 A step is the forward pass, the backward pass and an AdamW step on all parameters, with a donated state and
 without dropout. The batch is random tokens without padding (with --pack, two examples per row). The
@@ -44,8 +41,8 @@ from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
-# Size → (emb_dim, num_heads, head_dim, layers in each stack, mlp_dim, vocab_size).
-SIZES = {
+_FIELDS = ("emb_dim", "num_heads", "head_dim", "num_encoder_layers", "mlp_dim", "vocab_size")
+SIZES = {  # → the values of these fields; the decoder has as many layers as the encoder
   "tiny": (64, 2, 16, 1, 128, 1024),
   "small": (512, 6, 64, 8, 1024, 32128),
   "base": (768, 12, 64, 12, 2048, 32128),
@@ -53,34 +50,24 @@ SIZES = {
   "xl": (2048, 32, 64, 24, 5120, 32128),
 }
 # What is counted in the compiled program → how the compiler writes it.
-HLO_FACTS = {
+HLO_MARKS = {
   "fp8 matmuls": '"__cublas$lt$matmul$f8"',
   "cuDNN attentions": '"__cudnn$fmha',
   "Triton calls": '"__gpu$xla.gpu.triton"',
-  "e4m3 arrays": "f8e4m3fn[",
   "e5m2 arrays": "f8e5m2[",
 }
+_GROUP = 5  # steps that are timed together, and steps before them
 
 
 def model_config(size: str, **switches: Any) -> T5Config:
   """Returns the configuration of a size of T5 1.1, without dropout, with other fields as given."""
-  emb_dim, heads, head_dim, layers, mlp_dim, vocab_size = SIZES[size]
-  return T5Config(
-    vocab_size=vocab_size,
-    emb_dim=emb_dim,
-    num_heads=heads,
-    num_encoder_layers=layers,
-    num_decoder_layers=layers,
-    head_dim=head_dim,
-    mlp_dim=mlp_dim,
-    mlp_activations=("gelu", "linear"),
-    dropout_rate=0.0,
-    **switches,
-  )
+  fields: dict[str, Any] = dict(zip(_FIELDS, SIZES[size], strict=True))
+  fields |= {"num_decoder_layers": fields["num_encoder_layers"], "dropout_rate": 0.0}
+  return T5Config(**fields, mlp_activations=("gelu", "linear"), **switches)
 
 
 def make_batch(
-  batch_size: int, lengths: tuple[int, int], vocab_size: int, pack: bool
+  batch_size: int, lengths: Sequence[int], vocab_size: int, pack: bool
 ) -> dict[str, np.ndarray]:
   """Returns random tokens without padding; with `pack`, each row contains two examples."""
   draw = np.random.default_rng(0).integers
@@ -104,17 +91,19 @@ class CompiledStep(NamedTuple):
     step: the compiled program: (state, batch, rng) → (state, metrics).
     state: the initial state, on the devices.
     batch: a batch, on the devices.
-    computation: a description of the kernels and precisions.
     model: the model.
     partitioner: places the arrays on the devices.
+    computation: a description of the kernels and precisions.
+    seconds: the time of building and compiling it.
   """
 
   step: Any
   state: TrainState
   batch: Any
-  computation: str
   model: EncoderDecoderModel
   partitioner: PjitPartitioner
+  computation: str
+  seconds: float
 
 
 def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None) -> CompiledStep:
@@ -124,92 +113,75 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     args: those of `add_arguments`.
     optimizer: the optimizer; AdamW by default.
   """
-  config = model_config(
-    args.size,
-    dtype=args.dtype,
-    fuse_qkv_params=args.fuse_qkv,
-    transpose_batch_sequence=args.transpose,
-    attention_kernel=args.kernel,
-    remat_policy=args.remat,
-  )
+  started = time.perf_counter()
+  names = {"fuse_qkv_params": "fuse_qkv", "attention_kernel": "kernel", "remat_policy": "remat"}
+  fields = {field: getattr(args, name) for field, name in names.items()}
+  module = Transformer(model_config(args.size, dtype=args.dtype, **fields))
   optimizer = optimizer or OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01))
-  model = EncoderDecoderModel(
-    Transformer(config), None, None, optimizer, z_loss=1e-4, loss_chunk_length=args.loss_chunk
-  )
-  te_config = TransformerEngineConfig(
-    enabled=args.fp8, recipe=args.recipe, backend=args.fp8_backend, emulate=args.emulate
-  )
-  fp8 = choose_fp8(te_config)
+  fp8 = choose_fp8(TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate))
+  chunk = args.loss_chunk
+  model = EncoderDecoderModel(module, None, None, optimizer, z_loss=1e-4, loss_chunk_length=chunk)
   model = with_fp8(model, fp8)
-  batch = make_batch(args.batch, tuple(args.lengths), config.vocab_size, args.pack)
+  batch = make_batch(args.batch, args.lengths, module.config.vocab_size, args.pack)
   shapes = {name: value.shape for name, value in batch.items()}
 
   def init(rng: jax.Array) -> TrainState:
     return TrainState.create(optimizer, model.get_initial_variables(rng, shapes))
 
   partitioner = PjitPartitioner(num_partitions=1)
-  shards = partitioner.mesh.shape["data"]
-  if args.batch % shards:
+  if args.batch % (shards := partitioner.mesh.shape["data"]):
     raise ValueError(
       f"--batch must be a multiple of {shards}, the number of devices, got {args.batch}"
     )
   axes = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.PRNGKey(0)))
   state = partitioner.partition(init, None, axes)(jax.random.PRNGKey(0))
-  step = partitioner.partition(
-    functools.partial(
-      train_step,
-      loss_fn=model.loss_fn,
-      learning_rate_fn=lambda _: jnp.float32(1e-4),
-      num_microbatches=args.microbatches,
-      optimizer_uses_loss=optimizer.uses_loss,
-    ),
-    (axes, partitioner.data_partition_spec, None),
-    (axes, None),
-    donate_argnums=(0,),
+  one_step = functools.partial(
+    train_step,
+    loss_fn=model.loss_fn,
+    learning_rate_fn=lambda _: jnp.float32(1e-4),
+    num_microbatches=args.microbatches,
+    optimizer_uses_loss=optimizer.uses_loss,
   )
-  sharding = jax.sharding.NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
-  batch_on_devices = jax.device_put(batch, sharding)
-  compiled = step.lower(state, batch_on_devices, jax.random.PRNGKey(1)).compile()
-  computation = describe_computation(model, fp8) or ""
-  return CompiledStep(compiled, state, batch_on_devices, computation, model, partitioner)
+  spec = partitioner.data_partition_spec
+  step = partitioner.partition(one_step, (axes, spec, None), (axes, None), donate_argnums=(0,))
+  batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, spec))
+  compiled = step.lower(state, batch, jax.random.PRNGKey(1)).compile()
+  text, seconds = describe_computation(model, fp8) or "", time.perf_counter() - started
+  return CompiledStep(compiled, state, batch, model, partitioner, text, seconds)
 
 
-def time_steps(
-  step: Callable[[], Any], wait: Callable[[], Any], args: argparse.Namespace
-) -> list[float]:
-  """Returns the seconds per step for each group of steps, without the warmup.
+def time_steps(step: Callable[[], Any], wait: Callable[[], Any], steps: int) -> list[float]:
+  """Returns the seconds per step for each group of steps, after a warmup.
 
   Args:
     step: starts one step.
     wait: returns when the last step is finished.
-    args: `steps`, `group` and `warmup`.
+    steps: the number of steps.
   """
 
-  def run_group(steps: int) -> float:
+  def run_group() -> float:
     started = time.perf_counter()
-    for _ in range(steps):
+    for _ in range(_GROUP):
       step()
     wait()
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started) / _GROUP
 
-  run_group(args.warmup)
-  return [run_group(args.group) for _ in range(max(1, args.steps // args.group))]
+  run_group()
+  return [run_group() for _ in range(max(1, steps // _GROUP))]
 
 
 def make_row(
   args: argparse.Namespace, seconds: Sequence[float], device: str, devices: int, **results: Any
 ) -> dict[str, Any]:
-  """Returns what was measured: the workload, rates with T5X's formula for FLOPs, and `results`."""
-  step_seconds = statistics.median(seconds)
-  rate = args.batch / step_seconds / devices
+  """Returns what was measured: the options, rates with T5X's formula for FLOPs, and `results`."""
+  options = {name: value for name, value in vars(args).items() if value and not callable(value)}
+  rate = args.batch / statistics.median(seconds) / devices
   flops, peak = training_flops_of(model_config(args.size), *args.lengths), peak_of(device)
   return {
-    "size": args.size,
-    "batch": args.batch,
-    "lengths": list(args.lengths),
+    **options,
     "device": f"{devices} {device}",
     "date": datetime.date.today().isoformat(),
-    "step_ms": step_seconds * 1e3,
+    "step_ms": statistics.median(seconds) * 1e3,
     "spread_ms": [min(seconds) * 1e3, max(seconds) * 1e3],
     "seq_per_s_per_device": rate,
     "tflops_per_device": rate * flops / 1e12,
@@ -218,69 +190,51 @@ def make_row(
   }
 
 
-def measure(
-  args: argparse.Namespace, describe: Callable[[CompiledStep], dict[str, Any]] = lambda _: {}
-) -> dict[str, Any]:
-  """Times the step and returns the result (`make_row`), with what `describe` adds to it."""
-  started = time.perf_counter()
-  compiled, state, batch, computation, *_ = program = compile_step(args)
-  more = describe(program)  # before the steps donate the state
-  compile_seconds = time.perf_counter() - started
-  rng = jax.random.PRNGKey(1)
-  metrics: Any = None
+def measure(args: argparse.Namespace, program: CompiledStep | None = None) -> dict[str, Any]:
+  """Times the step and returns the result (see `make_row`).
+
+  Args:
+    args: those of `add_arguments`.
+    program: the step, whose state is donated; None compiles it.
+  """
+  program = program or compile_step(args)
+  state, metrics, rng = program.state, {}, jax.random.PRNGKey(1)
 
   def step() -> None:
     nonlocal state, metrics
-    state, metrics = compiled(state, batch, rng)
+    state, metrics = program.step(state, program.batch, rng)
 
-  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args)
-  devices, hlo = jax.devices(), compiled.as_text()
+  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args.steps)
+  devices, hlo = jax.devices(), program.step.as_text()
   return make_row(
     args,
     seconds,
     device=devices[0].device_kind,
     devices=len(devices),
     versions=f"jax {jax.__version__}",
-    computation=computation,
-    switches=switches(args),
+    computation=program.computation,
     peak_memory_gb=(devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
-    compile_s=compile_seconds,
+    compile_s=program.seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
-    hlo={name: count for name, mark in HLO_FACTS.items() if (count := hlo.count(mark))},
-    **more,
+    hlo={name: count for name, mark in HLO_MARKS.items() if (count := hlo.count(mark))},
   )
 
 
-def switches(args: argparse.Namespace) -> str:
-  """Returns the switches that are set, as text."""
-  names = (
-    "dtype kernel fp8 recipe fp8_backend fuse_qkv transpose pack remat loss_chunk microbatches"
-  )
-  values = {name: getattr(args, name) for name in names.split()}
-  return " ".join(f"{name}={value}" for name, value in values.items() if value)
-
-
-def run(measure: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.Namespace) -> int:
-  """Prints the result of a measurement, and writes it to the file that --json gives."""
-  row = measure(args)
+def show(row: dict[str, Any], path: str | None) -> int:
+  """Prints a result, writes it to a JSON file if a path is given, and returns 0."""
   mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
   memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
   print(f"{row['device']}, {row['versions']}; {row['computation']}")
   print(
-    f"{row['size']} {row['switches']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
+    f"{row['size']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
     f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s per device, "
     f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; ready after {row['compile_s']:.0f} s"
     + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
     flush=True,
   )
-  write_result(row, args.json)
-  return 0
-
-
-def write_result(result: Any, path: str | None) -> None:
-  """Writes a result as JSON to `path`, if one is given; a killed process leaves no partial file."""
   if path:
-    write_atomically(path, json.dumps(result, indent=2))
+    write_atomically(path, json.dumps(row, indent=2))
+  return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
@@ -293,22 +247,16 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   dtypes = ("bfloat16", "float32")
   add("--dtype", choices=dtypes, default=dtypes[0], help="of activations (default: bfloat16)")
   add("--steps", type=positive_integer, default=steps, help="training steps (default: %(default)s)")
-  add("--group", type=positive_integer, default=5, help="steps timed together (default: 5)")
-  add("--warmup", type=positive_integer, default=5, help="steps before that (default: 5)")
   add("--json", type=_new_file, metavar="OUT", help="file for the result")
   add("--kernel", choices=ATTENTION_KERNELS, default="auto", help="the attention kernel")
   add("--remat", choices=REMAT_POLICIES, default="none", help="T5Config.remat_policy")
   add("--loss-chunk", type=positive_integer, help="target positions whose logits exist at a time")
   add("--microbatches", type=positive_integer, help="parts that the batch is split into")
   add("--fp8", action="store_true", help="compute projections in fp8")
-  add("--recipe", choices=("current", "delayed"), default="current", help="the scaling of fp8")
-  backends = ("auto", "native", "te")
-  add("--fp8-backend", choices=backends, default="auto", help="XLA's, or Transformer Engine's (te)")
-  add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
-  add("--transpose", action="store_true", help="keep activations as [length, batch, ...]")
-  add("--pack", action="store_true", help="two examples per row")
   add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
-  parser.set_defaults(run=functools.partial(run, measure))
+  add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
+  add("--pack", action="store_true", help="two examples per row")
+  parser.set_defaults(run=lambda options: show(measure(options), options.json))
 
 
 def _new_file(path: str) -> str:

@@ -1,1 +1,0 @@
-"""Benchmarks for a user's own machine. They need no data, recipe or TensorFlow."""
