@@ -20,7 +20,6 @@ from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
-from rosetta_t5.config.run_inputs import check_modules, use_data_folders
 from rosetta_t5.parallel import BasePartitioner
 
 _ADVICE = (
@@ -99,18 +98,13 @@ def read_run(
   if not (model_file := config_file.with_name(NAME)).is_file():
     return _read_gin(config_file, flags, trust, used), restore_cfg
   run = read_model_file(model_file)
-  use_data_folders(run.surroundings)
+  run.use_data_folders()
   command = parse_command_line(["rosetta-t5", *flags])
   if run.is_complete and not (command.gin_file or command.gin_bindings or trust):
     join_run(command)
     run.import_modules()
     return run, restore_cfg
-  if trust:
-    check_modules(run.surroundings)
-  arguments = _read_gin(config_file, flags, trust, used)
-  if not any("vocab" in flag.lower() for flag in flags):
-    arguments["model"] = run.with_copied_vocabularies(arguments["model"])
-  return arguments, restore_cfg
+  return _read_gin(config_file, flags, trust, used), restore_cfg
 
 
 def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:

@@ -121,7 +121,7 @@ def exit_on_user_error(*also: type[Exception]) -> Iterator[None]:
       )
     with around_failure(error):
       is_ours = _is_ours(error)
-      is_users = is_ours or isinstance(error, (OSError, MemoryError, re.error, *also))
+      is_users = is_ours or isinstance(error, (OSError, MemoryError, *also))
       if os.environ.get(DEBUG_VARIABLE) or not (is_users or "RESOURCE_EXHAUSTED" in str(error)):
         raise
       # The text of an error that we raised says everything, unless it reports another one.
@@ -164,6 +164,4 @@ def _message(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
     return f"there is not enough memory: {text.removeprefix('RESOURCE_EXHAUSTED: ')}"
-  if isinstance(error, re.error):
-    return f"the regular expression {error.pattern!r} is wrong: {text}"
   return text

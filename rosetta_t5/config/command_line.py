@@ -28,58 +28,42 @@ _BINDINGS = {
   **dict.fromkeys(("model_dir", "output_dir"), "MODEL_DIR"),
   **dict.fromkeys(("seed", "random_seed"), "RANDOM_SEED"),
 }
-# The absl function that defines a flag of each type.
-_DEFINE: dict[str, Callable[..., Any]] = {
-  "bool": flags.DEFINE_bool,
-  "int": flags.DEFINE_integer,
-  "int | None": flags.DEFINE_integer,
-  "str | None": flags.DEFINE_string,
-  "Sequence[str]": flags.DEFINE_list,
-}
+_bool, _integer, _string = flags.DEFINE_bool, flags.DEFINE_integer, flags.DEFINE_string
+_list, _multi = flags.DEFINE_list, flags.DEFINE_multi_string
 
 
-def _flag(default: Any, description: str, **more: Any) -> Any:
-  """Returns a field of CommandLine with all that defines its flag."""
-  return dataclasses.field(metadata={"default": default, "help": description, **more})
+def _flag(define: Callable[..., Any], default: Any, description: str, **more: Any) -> Any:
+  """Returns a field of CommandLine with the absl function that defines its flag, and its arguments."""
+  metadata = {"define": define, "default": default, "help": description, **more}
+  return dataclasses.field(metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
 class CommandLine:
   """The flags of a run and their values. --help prints the descriptions."""
 
-  gin_file: Sequence[str] = _flag(
-    [],
-    "A gin file, found through the search paths. Repeat the flag for more files; later files win.",
-    define=flags.DEFINE_multi_string,
-  )
-  gin_bindings: Sequence[str] = _flag(
-    [],
-    "One statement as in a gin file. It wins over the files. --gin.NAME=VALUE is the same as "
-    "--gin_bindings='NAME = VALUE'.",
-    define=flags.DEFINE_multi_string,
-  )
+  gin_file: Sequence[str] = _flag(_multi, [], "A gin file. Repeat it for more; later files win.")
+  gin_bindings: Sequence[str] = _flag(_multi, [], "A statement; the same as --gin.NAME=VALUE.")
   gin_search_paths: Sequence[str] = _flag(
-    ["."], "Folders that are searched for gin files and their includes, before the recipes."
+    _list, ["."], "Folders that are searched for gin files and their includes, before the recipes."
   )
-  tfds_data_dir: str | None = _flag(None, "The folder of TensorFlow Datasets' data.")
-  seqio_additional_cache_dirs: Sequence[str] = _flag([], "Folders with cached SeqIO tasks.")
-  multiprocess_gpu: bool = _flag(False, "This is one of several processes of one run.")
-  coordinator_address: str | None = _flag(None, "HOST:PORT of process 0.")
-  process_count: int | None = _flag(None, "The number of processes.")
-  process_index: int | None = _flag(None, "The index of this process, from 0.")
-  initialization_timeout: int = _flag(1800, "Seconds to wait for all processes.")
+  tfds_data_dir: str | None = _flag(_string, None, "The folder of TensorFlow Datasets' data.")
+  seqio_additional_cache_dirs: Sequence[str] = _flag(_list, [], "Folders with cached SeqIO tasks.")
+  multiprocess_gpu: bool = _flag(_bool, False, "This is one of several processes of one run.")
+  coordinator_address: str | None = _flag(_string, None, "HOST:PORT of process 0.")
+  process_count: int | None = _flag(_integer, None, "The number of processes.")
+  process_index: int | None = _flag(_integer, None, "The index of this process, from 0.")
+  initialization_timeout: int = _flag(_integer, 1800, "Seconds to wait for all processes.")
   run_mode: str | None = _flag(
-    None, "What to run.", define=flags.DEFINE_enum, enum_values=RUN_MODES, only_for="main"
+    flags.DEFINE_enum, None, "What to run.", enum_values=RUN_MODES, only_for="main"
   )
   dry_run: bool = _flag(
-    False, "Resolve everything, report all problems, print what would run, and use no device."
+    _bool, False, "Report all problems and print what would run; use no device."
   )
-  devices: int | None = _flag(
-    None, "The number of devices that --dry_run assumes. Default: the devices of this machine."
-  )
-  shard_id: int | None = _flag(None, "The shard of the examples to process.", only_for="infer")
-  debug: bool = _flag(False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
-  help: bool = _flag(False, "Print this.")
+  devices: int | None = _flag(_integer, None, "The devices of a dry run. Default: this machine's.")
+  shard_id: int | None = _flag(_integer, None, "The shard to process.", only_for="infer")
+  debug: bool = _flag(_bool, False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
+  help: bool = _flag(_bool, False, "Print this.")
 
   def read_program(self, problems: Problems | None = None) -> Program:
     """Reads the gin files and bindings; see `statements.read_program`."""
@@ -160,9 +144,9 @@ def add_flags(parser: argparse.ArgumentParser, program: str) -> None:
   )
   for field in _fields_of(program):
     if f"--{field.name}" not in parser._option_string_actions:
-      is_switch = field.type == "bool"
+      is_switch = field.metadata["define"] is _bool
       more: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": "VALUE"}
-      if field.metadata.get("define") is flags.DEFINE_multi_string:
+      if field.metadata["define"] is _multi:
         more["action"] = "append"
       group.add_argument(f"--{field.name}", help=field.metadata["help"], **more)
 
@@ -196,7 +180,16 @@ def rewrite_gin_args(args: Sequence[str]) -> list[str]:
   Raises:
     ConfigError: an argument --gin.NAME has no value.
   """
-  return [_rewrite(argument) for argument in args]
+  rewritten = []
+  for argument in args:
+    name, equals, value = argument.removeprefix("--gin.").partition("=")
+    is_binding = argument.startswith("--gin.")
+    if is_binding and not equals:
+      raise ConfigError(
+        f"Gin bindings must be of the form '--gin.<param>=<value>', got: {argument}"
+      )
+    rewritten.append(f"--gin_bindings={name} = {value}" if is_binding else argument)
+  return rewritten
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -215,22 +208,12 @@ def _fields_of(program: str) -> list[dataclasses.Field[Any]]:
   return [field for field in fields if field.metadata.get("only_for", program) == program]
 
 
-def _rewrite(argument: str) -> str:
-  if not argument.startswith("--gin."):
-    return argument
-  name, equals, value = argument.removeprefix("--gin.").partition("=")
-  if not equals:
-    raise ConfigError(f"Gin bindings must be of the form '--gin.<param>=<value>', got: {argument}")
-  return f"--gin_bindings={name} = {value}"
-
-
 def _define_flags() -> None:
   """Defines the flags, except those that this function or a user's script has defined before."""
   for field in dataclasses.fields(CommandLine):
     if field.name not in flags.FLAGS:
-      define = field.metadata.get("define") or _DEFINE[str(field.type)]
-      ours = ("define", "only_for")
-      define(name=field.name, **{k: v for k, v in field.metadata.items() if k not in ours})
+      more = {k: v for k, v in field.metadata.items() if k not in ("define", "only_for")}
+      field.metadata["define"](name=field.name, **more)
   flags.FLAGS.unparse_flags()
 
 

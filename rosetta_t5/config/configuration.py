@@ -225,7 +225,6 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     resolved.arguments = defaults(configurable)
   # If a value is missing, which has been reported, the arguments that need it cannot be built.
   had_problems = bool(resolved.problems.messages)
-  names_of: dict[str, list[str]] = {}  # of the arguments, by what is wrong
   for name, value in values.items():
     try:
       resolved.arguments[name] = copy.deepcopy(value)  # gin calls @f() when it is copied
@@ -233,13 +232,13 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
         resolved.settings[name] = _settings(value)
     except Exception as error:
       resolved.arguments.pop(name, None)
-      if not had_problems:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        names_of.setdefault(f"{kind}{strip_gin_notes(str(error))}", []).append(name)
-  for text, names in names_of.items():
-    own = [source for source in map(resolved.source_of, names) if source]
-    message = with_lines(text, resolved.program.lines_with(text)[:1] or own)
-    resolved.problems.messages.append(f"{', '.join(names)} cannot be built: {message}")
+      text = strip_gin_notes(str(error))
+      if had_problems or text in str(resolved.problems):
+        continue
+      kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+      lines = resolved.program.lines_with(text) or filter(None, [resolved.source_of(name)])
+      message = with_lines(f"{name} cannot be built: {kind}{text}", lines)
+      resolved.problems.messages.append(message)
 
 
 def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:

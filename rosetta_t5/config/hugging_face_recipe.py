@@ -68,6 +68,7 @@ class _Folder:
     self.config = hugging_face.read_config(file)
     self.tokenizer_config = _read(path / "tokenizer_config.json")
     self.generation = _read(path / "generation_config.json")
+    self.beams = self.generation.get("num_beams") or 1
     self.is_gpt = hugging_face.is_gpt(self.config)
     self.is_shifted = hugging_face.has_shifted_ids(self.config)
     self.notes: list[str] = []
@@ -85,24 +86,19 @@ class _Folder:
       # A row of a decoder contains the prompt too.
       half = lengths["targets"] // 2
       decoding["max_decode_steps"] = min(self.generation["max_new_tokens"], half)
-    if "repetition_penalty" in decoding and network.get("decoder_start_token_id", 1):
-      self.notes.append("repetition_penalty does not count the start token, unlike in Transformers")
     base, config_class, model_class = _BASES[self.package]
     values = {
       **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
       **{f"network.{config_class}.{name}": value for name, value in network.items()},
       **{f"decoding.{decode_fn}.{name}": value for name, value in decoding.items()},
-      f"models.{model_class}.predict_batch_with_aux.num_decodes": self._beams(),
+      f"models.{model_class}.predict_batch_with_aux.num_decodes": self.beams,
       "utils.DatasetConfig.task_feature_lengths": lengths,
       "DROPOUT_RATE": network["dropout_rate"],
     }
-    lines = [
-      *(f"# {self.path}", f"include '{base}'", _COMMON.read_text()),
-      f"from t5x.examples.{self.package} import network",
-      *(f"VOCABULARY = @{vocabulary}()", f"models.{model_class}.decode_fn = @decoding.{decode_fn}"),
-      *(f"{name} = {value!r}" for name, value in values.items()),
-    ]
-    return "\n".join(lines) + "\n"
+    head = f"# {self.path}\ninclude '{base}'\n{_COMMON.read_text()}\n"
+    head += f"from t5x.examples.{self.package} import network\nVOCABULARY = @{vocabulary}()\n"
+    head += f"models.{model_class}.decode_fn = @decoding.{decode_fn}\n"
+    return head + "".join(f"{name} = {value!r}\n" for name, value in values.items())
 
   def _network(self, vocabulary: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the network's config."""
@@ -176,9 +172,6 @@ class _Folder:
     token = self.tokenizer_config.get("eos_token") or "</s>"
     return str(token["content"] if isinstance(token, dict) else token)
 
-  def _beams(self) -> int:
-    return self.generation.get("num_beams") or 1
-
   def _decoding(self) -> tuple[str, dict[str, Any]]:
     """Returns the decode function for a generation_config.json and its arguments."""
     given = {name: value for name, value in self.generation.items() if value is not None}
@@ -190,13 +183,8 @@ class _Folder:
       arguments["bad_words_ids"] = [[token + self.is_shifted for token in word] for word in words]
     known = {*_CONTROLS, *_OTHERS}
     if unknown := [f"{k} = {json.dumps(v)}" for k, v in given.items() if k not in known and v]:
-      self.notes.append(
-        f"these settings of generation_config.json have no effect: {', '.join(unknown)}"
-      )
-    if self._beams() > 1:
-      self.notes.append(
-        "beams are compared with T5X's brevity penalty, where length_penalty is alpha"
-      )
+      self.notes.append(f"in generation_config.json these have no effect: {', '.join(unknown)}")
+    if self.beams > 1:
       return "beam_search", arguments | {"alpha": float(given.get("length_penalty", 1.0))}
     arguments |= {"rescale_log_probs": False, "temperature": 0.0}
     if given.get("do_sample"):

@@ -7,20 +7,26 @@ object, or one of
     {"@name": "t5x.decoding.beam_search", "alpha": 0.6}    the function itself, with these arguments
     {"@tuple": ["gelu", "linear"]}
     {"@file": "vocabulary/spiece.model", "of": "/data/spiece.model"}    a copy in MODEL_DIR
+    {"@other": "my_models.Model"}    what only config.gin can refer to
 
 Only functions and classes in `allow_list.CALLED` can be named. If a run uses others, such as a model of
-the user's own, the file has only their names, and the folder is opened by its config.gin.
+the user's own, the folder is opened by its config.gin.
 
-The manifest in MODEL_DIR has its hash. A file without one is read too.
+MODEL_DIR can be opened in another place: it has copies of the vocabularies' files. Paths of data become
+absolute, and the folders of data are recorded. The manifest in MODEL_DIR has the hash of model.json; a
+file without one is read too.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import filecmp
 import functools
 import importlib
+import itertools
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +38,6 @@ from rosetta_t5 import manifest
 from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.binding import bound_arguments, defaults
 from rosetta_t5.config.language.statements import leaves
-from rosetta_t5.config.run_inputs import describe_surroundings, keep_inputs, open_inputs
 from rosetta_t5.files import read_json_object, write_atomically
 from rosetta_t5.user_errors import ConfigError
 
@@ -47,24 +52,23 @@ ARGUMENTS = (
   "infer_eval_dataset_cfg",
   "eval_steps",
 )
-_OLD_CHECKSUM = "xxh3_64"  # Earlier versions stored the hash of the content in it.
-_MODULES = "modules"
 _LENGTHS = "task_feature_lengths"
-_VOCABULARIES = "vocabularies"
-_SURROUNDINGS = "surroundings"
-_SIDES = {"input_vocabulary", "output_vocabulary"}
 _PLAIN = (bool, int, float, str, type(None))
-# The key of the list of functions and classes that only config.gin can refer to.
-_OTHERS = "only_in_config_gin"
 # Functions for gin files alone, which return plain values.
 _CALCULATIONS = "t5x.gin_utils."
-
-
-@dataclasses.dataclass(frozen=True)
-class _Other:
-  """The name of a function or class that model.json cannot describe."""
-
-  name: str
+_FOLDER = "vocabulary"
+# The arguments of functions that name a vocabulary's file.
+_VOCABULARY_FILES = {
+  "seqio.SentencePieceVocabulary": ("sentencepiece_model_file",),
+  "rosetta_t5.data.gpt2_vocabulary": ("vocab_file", "merges_file"),
+  "rosetta_t5.data.tokenizer_vocabulary": ("file",),
+}
+# The arguments of functions that name data, a path or a list of paths.
+_DATA_FILES = {
+  "rosetta_t5.data.file_task": ("files", "validation_files"),
+  "rosetta_t5.data.prepared_task": ("folders",),
+}
+_QUICKSTART = "rosetta_t5.data.tasks.stdlib_docs.vocabulary"
 
 
 def write_model_file(folder: pathlib.Path) -> None:
@@ -75,18 +79,17 @@ def write_model_file(folder: pathlib.Path) -> None:
   (train,) = gin_internals.find_configurables(names[0])
   bound = bound_arguments(train)
   run = {name: _describe(bound[name]) for name in ARGUMENTS if name in bound}
-  # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
-  modules = [module for module in gin_internals.imported_modules() if _may_import(module)]
-  content = {_MODULES: modules, _LENGTHS: _lengths(run), **run}
-  if others := sorted({leaf.name for leaf in leaves(run) if isinstance(leaf, _Other)}):
-    content = {_OTHERS: others}
-  users = {module for module in gin_internals.imported_modules() if not _may_import(module)}
-  content |= {
+  cfg = run.get("train_dataset_cfg")
+  content = {
     "version": _VERSION,
-    _VOCABULARIES: _vocabularies(bound.get("model")),
-    _SURROUNDINGS: describe_surroundings(users),
+    # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
+    "modules": [module for module in gin_internals.imported_modules() if _may_import(module)],
+    # Inference needs nothing else of the data.
+    _LENGTHS: cfg.get(_LENGTHS) if isinstance(cfg, dict) else None,
+    **run,
+    "surroundings": _data_folders(),
   }
-  content = keep_inputs(json.loads(json.dumps(content)), folder)
+  content = _keep_inputs(content, folder)
   write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
   manifest.write(folder, [NAME])
 
@@ -99,19 +102,12 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
   """
   try:
     content = read_json_object(file)
-  except (ValueError, RecursionError) as error:
-    raise ConfigError(f"{file} is not a model file: {error}") from error
-  if (version := content.get("version")) != _VERSION:
-    raise ConfigError(f"{file} must have the version {_VERSION} of a model file, got {version!r}")
-  content.pop(_OLD_CHECKSUM, None)
-  try:
+    if (version := content.get("version")) != _VERSION:
+      raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
     manifest.verify(file.parent, lambda name: name == file.name)
-  except manifest.DamagedFileError as error:
-    raise ConfigError(str(error)) from error
-  missing = {"model", "partitioner", _LENGTHS} - content.keys()
-  if missing and _OTHERS not in content:
-    raise ConfigError(f"{file} must describe {' and '.join(sorted(missing))}")
-  return ModelFile(file, content)
+    return ModelFile(file, _open_inputs(content, file.parent))
+  except (ValueError, RecursionError) as error:
+    raise ConfigError(f"{file} cannot be read as a model file: {error}") from error
 
 
 def read_network_config(file: pathlib.Path) -> dict[str, Any] | None:
@@ -122,7 +118,8 @@ def read_network_config(file: pathlib.Path) -> dict[str, Any] | None:
   Raises:
     ConfigError: see `read_model_file`.
   """
-  node: Any = read_model_file(file).content
+  described = read_model_file(file)
+  node: Any = described.content if described.is_complete else None
   for name in ("model", "module", "config"):
     node = node.get(name) if isinstance(node, dict) else None
   return _arguments(node) if isinstance(node, dict) else None
@@ -134,7 +131,7 @@ class ModelFile(Mapping[str, Any]):
 
   Attributes:
     file: the path.
-    content: the JSON.
+    content: the JSON, with the paths of copies in the place of `@file`.
   """
 
   file: pathlib.Path
@@ -149,22 +146,15 @@ class ModelFile(Mapping[str, Any]):
   @property
   def is_complete(self) -> bool:
     """Whether it describes the run; otherwise the run has functions that only config.gin can name."""
-    return _OTHERS not in self.content
+    has_all = {"model", "partitioner", _LENGTHS} <= self.content.keys()
+    return has_all and "@other" not in leaves(self.content)
 
-  @property
-  def surroundings(self) -> Mapping[str, Any]:
-    """Where the run's data and modules are; see `run_inputs`."""
-    found = self.content.get(_SURROUNDINGS)
-    return found if isinstance(found, dict) else {}
-
-  def with_copied_vocabularies(self, model: Any) -> Any:
-    """Returns a model that config.gin has built with the copies of its vocabularies in the folder."""
-    described = self.content.get(_VOCABULARIES)
-    nodes = open_inputs(described, self.file.parent) if isinstance(described, dict) else {}
-    changed = copy.copy(model)
-    for name in _SIDES.intersection(nodes):
-      setattr(changed, f"_{name}", _build(nodes[name]))
-    return changed
+  def use_data_folders(self) -> None:
+    """Makes tasks read the folders of data that the run has recorded, unless the user names others."""
+    recorded = self.content.get("surroundings", {})
+    for name, variable in _data_variables().items():
+      if isinstance(recorded.get(name), str) and os.path.isdir(recorded[name]):
+        os.environ.setdefault(variable, recorded[name])
 
   def import_modules(self) -> None:
     """Imports the modules that the run has imported and that may be imported.
@@ -172,7 +162,7 @@ class ModelFile(Mapping[str, Any]):
     Raises:
       ConfigError: the file names others.
     """
-    modules = self.content.get(_MODULES, [])
+    modules = self.content.get("modules", [])
     for module in modules if isinstance(modules, list) else [modules]:
       if not _may_import(module):
         raise ConfigError(f"{self.file}: {module!r} is not a module that this file may name")
@@ -185,10 +175,8 @@ class ModelFile(Mapping[str, Any]):
       KeyError: the file does not have it.
       ConfigError: the file names what it may not, or a function cannot be called with its values.
     """
-    node = self.content[name]
     try:
-      with allow_list.limited_to_list():
-        return _build(open_inputs(node, self.file.parent))
+      return _build(self.content[name])
     except (ConfigError, RecursionError) as error:
       raise ConfigError(f"{self.file}: {name}: {error}") from error
 
@@ -226,27 +214,6 @@ def _may_import(module: Any) -> bool:
   return is_name and module in allow_list.IMPORTABLE
 
 
-def _lengths(run: Mapping[str, Any]) -> Any:
-  """Returns the feature lengths of the training data: inference needs nothing else of the data."""
-  cfg = run.get("train_dataset_cfg")
-  return cfg.get(_LENGTHS) if isinstance(cfg, dict) else None
-
-
-def _vocabularies(model: Any) -> dict[str, Any]:
-  """Returns the descriptions of a model's vocabularies that can be described."""
-  while (
-    isinstance(model, ConfigurableReference) and model.configurable.selector == gin_internals.MACRO
-  ):
-    model = bound_arguments(model.configurable, model.scopes).get("value")
-  if not isinstance(model, ConfigurableReference):
-    return {}
-  bound = bound_arguments(model.configurable, model.scopes)
-  if "vocabulary" in bound:  # a decoder's
-    bound = dict.fromkeys(_SIDES, bound["vocabulary"])
-  nodes = {n: _describe(bound[n]) for n in sorted(_SIDES & bound.keys())}
-  return {n: x for n, x in nodes.items() if not any(isinstance(y, _Other) for y in leaves(x))}
-
-
 def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:
   """Returns a value that gin has bound, in these scopes, as JSON."""
   match value:
@@ -259,7 +226,7 @@ def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:
     case dict() if all(isinstance(key, str) and key[:1] != "@" for key in value):
       return {key: _describe(item, scopes) for key, item in value.items()}
     case _:
-      return value if isinstance(value, _PLAIN) else _Other(repr(value))
+      return value if isinstance(value, _PLAIN) else {"@other": repr(value)}
 
 
 def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str]) -> Any:
@@ -269,9 +236,11 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
   if configurable.selector == gin_internals.MACRO and "value" in bound:
     return _describe(bound["value"], scopes)
   if name is None:
-    return _Other(configurable.selector)
-  if methods := _bound_methods(configurable):
-    return _Other(methods[0])
+    return {"@other": configurable.selector}
+  for method in gin_internals.registered_configurables():
+    is_its = method.is_method and method.module == configurable.selector
+    if is_its and bound_arguments(method):
+      return {"@other": method.selector}
   if name.startswith(_CALCULATIONS) and reference.evaluate:
     with gin.config_scope(list(scopes) or None):
       return copy.deepcopy(reference)  # Gin calls the function when its reference is copied.
@@ -283,10 +252,89 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
   return {"@call" if reference.evaluate else "@name": name, **described}
 
 
-def _bound_methods(configurable: Any) -> list[str]:
-  """Returns the selectors of the class's methods that gin has bound arguments of."""
-  return [
-    method.selector
-    for method in gin_internals.registered_configurables()
-    if method.is_method and method.module == configurable.selector and bound_arguments(method)
-  ]
+def _keep_inputs(node: Any, folder: pathlib.Path) -> Any:
+  """Returns a value of a model file with portable paths, and copies its vocabularies to the folder."""
+  if isinstance(node, list):
+    return [_keep_inputs(item, folder) for item in node]
+  if not isinstance(node, dict):
+    return node
+  node = {key: _keep_inputs(value, folder) for key, value in node.items()}
+  if node.get("@call") == _QUICKSTART:
+    from rosetta_t5.data import quickstart_data
+
+    path = str(quickstart_data.data_folder() / quickstart_data.VOCABULARY_FILE)
+    arguments = {"sentencepiece_model_file": path, "extra_ids": quickstart_data.EXTRA_IDS}
+    node = {"@call": "seqio.SentencePieceVocabulary", **arguments}
+  for name in _VOCABULARY_FILES.get(node.get("@call", ""), ()):
+    if isinstance(node.get(name), str):
+      node[name] = _copy_vocabulary(node[name], folder)
+  for name in _DATA_FILES.get(node.get("@call", ""), ()):
+    if node.get(name):
+      node[name] = _absolute(node[name])
+  return node
+
+
+def _open_inputs(node: Any, folder: pathlib.Path) -> Any:
+  """Returns a value of a model file in `folder` with the paths of its copies."""
+  match node:
+    case list():
+      return [_open_inputs(item, folder) for item in node]
+    case {"@file": str(name), **others}:
+      file = folder / name
+      if os.path.isabs(name) or ".." in file.relative_to(folder).parts:
+        raise ConfigError(f"{name!r} is not a file in the folder of the run")
+      from rosetta_t5.data.local_copies import add_copy
+
+      add_copy(str(others.get("of")), file)  # Tasks and config.gin name these vocabularies too.
+      return str(file)
+    case dict():
+      return {key: _open_inputs(value, folder) for key, value in node.items()}
+    case _:
+      return node
+
+
+def _data_variables() -> dict[str, str]:
+  """Returns the environment variables that name folders of data, by their names in model.json."""
+  from rosetta_t5.data import local_copies, quickstart_data
+
+  return {
+    "data_folder": local_copies.DATA_VARIABLE,
+    "quickstart_data": quickstart_data.FOLDER_VARIABLE,
+  }
+
+
+def _data_folders() -> dict[str, str | None]:
+  """Returns where the run finds its data."""
+  from rosetta_t5.data import local_copies, quickstart_data
+  from rosetta_t5.data.seqio_internals import tfds_data_dir_override
+
+  given = tfds_data_dir_override() or os.environ.get(local_copies.DATA_VARIABLE)
+  quickstart = str(quickstart_data.data_folder())
+  return {"data_folder": given and _absolute(given), "quickstart_data": quickstart}
+
+
+def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
+  """Returns the description of a vocabulary's copy in a folder; the path, if there is no such file."""
+  from rosetta_t5.data.local_copies import announced_extra_ids, local_path
+
+  try:
+    source = pathlib.Path(local_path(path))
+  except ValueError:
+    return path
+  given = pathlib.PurePosixPath(path)
+  # The name of this folder announces the number of sentinels.
+  parts = [*([given.parent.name] if announced_extra_ids(path) else []), given.name]
+  numbers = itertools.count(2)
+  copy = folder.joinpath(_FOLDER, *parts)
+  while copy.exists() and not filecmp.cmp(source, copy, shallow=False):
+    copy = folder.joinpath(_FOLDER, str(next(numbers)), *parts)
+  copy.parent.mkdir(parents=True, exist_ok=True)
+  write_atomically(copy, source.read_bytes())
+  return {"@file": copy.relative_to(folder).as_posix(), "of": path}
+
+
+def _absolute(paths: Any) -> Any:
+  """Returns a path, a pattern or a list of them as absolute paths; names such as gs://… are unchanged."""
+  if not isinstance(paths, str):
+    return [_absolute(path) for path in paths]
+  return paths if "://" in paths else os.path.abspath(os.path.expanduser(paths))

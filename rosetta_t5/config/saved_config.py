@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 import gin
@@ -12,8 +12,7 @@ import jax
 
 from rosetta_t5 import terminal
 from rosetta_t5.config.language import gin_internals, statements
-from rosetta_t5.config.language.binding import defaults
-from rosetta_t5.config.language.gin_internals import all_bindings, find_configurables
+from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.files import write_atomically
 from rosetta_t5.user_errors import ConfigError
@@ -68,32 +67,8 @@ def _binding_scope(scope: str, selector: str, bound: Container[tuple[str, str]])
   return scope, selector
 
 
-def get_hyperparameters() -> dict[str, bool | int | float | str]:
-  """Returns the numbers, strings and truth values of the configuration, by their names in gin.
-
-  Those in dictionaries have the key at the end of the name: `TASK_FEATURE_LENGTHS.inputs`. A value
-  that refers to a macro is left out, because the macro itself is there.
-  """
-  values: dict[str, bool | int | float | str] = {}
-  for (scope, selector), arguments in _arguments().items():
-    if selector == gin_internals.MACRO:
-      values |= _flatten(scope, arguments["value"])
-      continue
-    name = gin_internals.shortest_name(selector)
-    values |= _flatten(f"{scope}/{name}" if scope else name, arguments)
-  return values
-
-
-def _flatten(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:
-  if isinstance(value, bool | int | float | str):
-    yield name, value
-  elif isinstance(value, Mapping):
-    for key, item in value.items():
-      yield from _flatten(f"{name}.{key}", item)
-
-
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
-  """Writes MODEL_DIR/config.gin, and TensorBoard's text and HParams if there is a writer (T5X).
+  """Writes MODEL_DIR/config.gin, and TensorBoard's text if there is a writer (T5X).
 
   A training run also gets model.json (see `model_file`). Only process 0 writes. A file is replaced as a
   whole, so no reader sees half of it.
@@ -113,18 +88,13 @@ def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None
     write_model_file(folder)
   if summary_writer is not None:
     summary_writer.write_texts(step, {"config": gin.markdown(text)})
-    summary_writer.write_hparams(get_hyperparameters())
     summary_writer.flush()
-
-
-_Bindings = Mapping[tuple[str, ...], statements.Binding]
-_ABSENT = object()
 
 
 def changes_since(
   folder: str | os.PathLike[str], program: statements.Program | None = None
 ) -> list[str]:
-  """Returns a line for each value that differs from the one in FOLDER/config.gin.
+  """Returns a line for each value that this run and FOLDER/config.gin set differently.
 
   The list is empty if there is no such file, and if this run does not use gin.
 
@@ -140,37 +110,16 @@ def changes_since(
     now = (program or statements.read_program([], [get_gin_config_str()])).effective_bindings()
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
-  both = {**before, **now}
   lines = []
-  for key, binding in both.items():
-    old, new = (
-      bindings[key].value if key in bindings else _value_if_unbound(key, both)
-      for bindings in (before, now)
-    )
-    if old is _ABSENT or new is _ABSENT or text_of(old) == text_of(new):
-      continue
-    if text_of(_expand(old, before)) != text_of(_expand(new, now)):
-      lines.append(f"{binding.name}: {text_of(old)} → {text_of(new)}")
+  for key in [key for key in before if key in now]:
+    old, new = before[key].value, now[key].value
+    is_same = text_of(old) == text_of(new)
+    if not is_same and text_of(_expand(old, before)) != text_of(_expand(new, now)):
+      lines.append(f"{now[key].name}: {text_of(old)} → {text_of(new)}")
   return lines
 
 
-def _value_if_unbound(key: tuple[str, ...], bindings: _Bindings) -> Any:
-  """Returns an argument's value without its binding: that of an outer scope, or else the default."""
-  if len(key) == 1:  # a macro
-    return _ABSENT
-  scope, name, argument = key
-  while scope:
-    scope = scope.rpartition("/")[0]
-    if (scope, name, argument) in bindings:
-      return bindings[scope, name, argument].value
-  known = find_configurables(name)
-  default = defaults(known[0]).get(argument, _ABSENT) if len(known) == 1 else _ABSENT
-  # Other defaults, such as functions, have no text that could be compared with a gin file's.
-  is_plain = isinstance(default, (str, int, float, bool, tuple, list, dict, type(None)))
-  return default if is_plain else _ABSENT
-
-
-def _expand(value: Any, bindings: _Bindings) -> Any:
+def _expand(value: Any, bindings: Mapping[tuple[str, ...], statements.Binding]) -> Any:
   """Returns a value with each macro replaced by its value."""
 
   def expand_leaf(leaf: Any) -> Any:

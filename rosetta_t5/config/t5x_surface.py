@@ -84,24 +84,16 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
 
 def _not_found_text(path: str, search_paths: Sequence[str]) -> str:
   searched = ", ".join(dict.fromkeys(str(pathlib.Path(p).absolute()) for p in search_paths))
-  known = set(_candidates(path, search_paths))
-  folder, _, _ = path.rpartition("/")
-  siblings = sorted(name.rpartition("/")[2] for name in known if name.rpartition("/")[0] == folder)
-  lines = [
-    f"there is no gin file {path!r}.{_recipe_at_the_end(path) or did_you_mean(path, known - {path})}",
-    *([f"  in {folder}: {', '.join(siblings)}"] if folder and siblings else []),
-    f"  searched: {searched}, and the recipes in {RECIPES}",
-    "  to search another folder too: --gin_search_paths=.,/another/folder",
-  ]
-  return "\n".join(lines)
-
-
-def _recipe_at_the_end(path: str) -> str:
-  """Returns a hint if the path, such as one in a checkout of T5X, ends in a recipe's path."""
   parts = pathlib.PurePosixPath(path).parts
   ends = ("/".join(parts[n:]) for n in range(1, len(parts)))
+  # A path in a checkout of T5X ends in a recipe's path.
   found = next((end for end in ends if find_recipe(end)), "")
-  return f" Did you mean {found}?" if found else ""
+  known = set(_candidates(path, search_paths)) - {path}
+  return (
+    f"there is no gin file {path!r}.{f' Did you mean {found}?' if found else did_you_mean(path, known)}\n"
+    f"  searched: {searched}, and the recipes in {RECIPES}\n"
+    "  to search another folder too: --gin_search_paths=.,/another/folder"
+  )
 
 
 def _candidates(path: str, search_paths: Sequence[str]) -> Iterator[str]:
@@ -152,10 +144,9 @@ def find_run_function(name: str) -> Callable[..., Any]:
 # Pairs (function or class, argument).
 RETIRED_ARGUMENTS = {
   # Whether arrays are global: since jax 0.4 all arrays are. T5X's own export.gin still sets False.
-  *(
-    (name, "use_gda")
-    for name in ("RestoreCheckpointConfig", "SaveCheckpointConfig", "train", "evaluate", "infer")
-  ),
+  ("RestoreCheckpointConfig", "use_gda"),
+  ("SaveCheckpointConfig", "use_gda"),
+  *((name, "use_gda") for name in ("train", "evaluate", "infer")),
   # The same. T5X's own sparse_upcycle.gin still sets True.
   ("train", "use_jax_array"),
   # The number of values that the model's function returns. T5X's own export.gin sets the default, None.

@@ -19,22 +19,23 @@ _EXTRA_IDS = re.compile(r"\.(\d+)extra$")  # at the end of a folder's name
 
 
 def local_path(path: str) -> str:
-  """Returns the local copy of a gs:// path. Other paths are returned unchanged.
+  """Returns the local copy of a gs:// path, or of a file that does not exist; other paths unchanged.
 
   Raises:
     ValueError: the file does not exist. The message lists the paths searched and what to set.
   """
-  if not path.startswith("gs://"):
-    if not os.path.isfile(path) and "://" not in path:
-      raise ValueError(
-        f"There is no vocabulary file {path}: give the path of an existing one, or train one: "
-        "rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
-      )
+  is_remote = path.startswith("gs://")
+  if not is_remote and ("://" in path or os.path.isfile(path)):
     return path
   candidates = _candidates(path, os.environ.get(ASSETS_VARIABLE, ""))
   for candidate in candidates:
     if candidate.exists():
       return str(candidate)
+  if not is_remote:
+    raise ValueError(
+      f"There is no vocabulary file {path}: give the path of an existing one, or train one: "
+      "rosetta-t5 vocab train --input 'TEXT*.txt' --size 32000 --out vocabulary.model"
+    )
   searched = f" Looked for {', '.join(map(str, candidates))}." if candidates else ""
   raise ValueError(
     f"{path} is not on this machine, and files are never downloaded.{searched} Copy it here and set "
@@ -45,9 +46,9 @@ def local_path(path: str) -> str:
 
 
 def add_copy(path: str, copy: str | os.PathLike[str]) -> None:
-  """Adds a local copy of a gs:// path, which is used if the environment variable names no other."""
-  entries = [os.environ.get(ASSETS_VARIABLE, ""), f"{path}={os.fspath(copy)}"]
-  os.environ[ASSETS_VARIABLE] = ",".join(filter(None, entries))
+  """Adds a local copy of a file, which is used if the environment variable names no other."""
+  entries = [*os.environ.get(ASSETS_VARIABLE, "").split(","), f"{path}={os.fspath(copy)}"]
+  os.environ[ASSETS_VARIABLE] = ",".join(dict.fromkeys(filter(None, entries)))
 
 
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:

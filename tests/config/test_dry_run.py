@@ -148,7 +148,7 @@ def test_one_mistake_in_several_arguments_is_one_problem(check, write, monkeypat
   status, output = check(f"{text}{more}reading.Model.width = %FILES\n")
   assert status == 2
   assert "problems" not in output
-  assert "model, dataset_cfg cannot be built: there is no file 'pears'" in output
+  assert "model cannot be built: there is no file 'pears'" in output
   assert output.count("FILES = 'pears'") == 1
 
 

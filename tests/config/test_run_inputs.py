@@ -1,4 +1,4 @@
-"""MODEL_DIR can be opened elsewhere: it has copies of vocabularies, and the places of data and modules."""
+"""MODEL_DIR can be opened elsewhere: it has copies of vocabularies, and the places of data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rosetta_t5.config import ConfigError
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
-from rosetta_t5.config.run_inputs import check_modules, describe_surroundings, use_data_folders
+from rosetta_t5.config.model_file import NAME, ModelFile, read_model_file, write_model_file
 from rosetta_t5.config.saved_config import get_gin_config_str
 from rosetta_t5.data import local_copies, quickstart_data
 from rosetta_t5.data.tensorflow_import import import_seqio
@@ -96,9 +95,8 @@ def test_a_moved_folder_has_the_vocabulary_of_its_model_and_task(elsewhere, path
   assert pathlib.Path(vocabulary.sentencepiece_model_file).resolve().is_relative_to(folder)
   described = run.content["train_dataset_cfg"]["mixture_or_task_name"]
   assert described["files"] == [str(tmp_path / "here/rows.txt")]
-  assert described["vocabulary"]["sentencepiece_model_file"]["of"] == path
-  if path == GS:  # Tasks that name it find the copy too.
-    assert local_copies.local_path(GS) == vocabulary.sentencepiece_model_file
+  # Tasks and config.gin, which name the original, find the copy too.
+  assert local_copies.local_path(path) == vocabulary.sentencepiece_model_file
 
 
 def test_a_moved_run_on_the_quickstarts_text_writes_nothing_where_it_is_opened(elsewhere, spiece):
@@ -110,34 +108,23 @@ def test_a_moved_run_on_the_quickstarts_text_writes_nothing_where_it_is_opened(e
   run, _ = read_run(folder)
   assert run["model"].input_vocabulary.vocab_size == 220
   assert os.environ[quickstart_data.FOLDER_VARIABLE] == str(data)
-  shutil.rmtree(data)
-  (folder.parent / "empty/rows.txt").write_text("a text\n")
-  recipe, _ = read_run(folder, ["--gin.TRAIN_STEPS=3"])  # read from config.gin
-  assert recipe["model"].input_vocabulary.vocab_size == 220
-  assert os.listdir() == ["rows.txt"]
+  assert os.listdir() == []
 
 
-def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(tmp_path, monkeypatch):
-  for variable in (local_copies.DATA_VARIABLE, quickstart_data.FOLDER_VARIABLE):
-    monkeypatch.setenv(variable, "")  # so that they are restored
-  monkeypatch.setenv(local_copies.DATA_VARIABLE, os.path.relpath(tmp_path))
+def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(elsewhere, tmp_path):
   import_seqio().set_tfds_data_dir_override(None)  # An earlier test may have set it.
-  recorded = describe_surroundings([])
-  assert recorded["data_folder"] == str(tmp_path)
-  use_data_folders(recorded | {"data_folder": "/"})
-  assert os.environ[local_copies.DATA_VARIABLE] == os.path.relpath(tmp_path)
-  monkeypatch.delenv(local_copies.DATA_VARIABLE)
-  use_data_folders(recorded)
+  os.environ[local_copies.DATA_VARIABLE] = os.path.relpath(tmp_path)
+  described = read_model_file(elsewhere(OWN.format("spiece.model")) / NAME)
+  assert described.content["surroundings"]["data_folder"] == str(tmp_path)
+  os.environ[local_copies.DATA_VARIABLE] = "mine"
+  described.use_data_folders()
+  assert os.environ[local_copies.DATA_VARIABLE] == "mine"
+  del os.environ[local_copies.DATA_VARIABLE]
+  described.use_data_folders()
   assert os.environ[local_copies.DATA_VARIABLE] == str(tmp_path)
-
-
-def test_a_module_that_is_not_found_is_named_with_the_runs_file():
-  check_modules({"module_files": {"json": "/usr/lib/json.py"}})
-  recorded = {"module_files": {"their.tasks": "/home/ada/their/tasks.py"}}
-  with pytest.raises(
-    ConfigError, match=r"the run used /home/ada/their/tasks\.py\. Add the folder that"
-  ):
-    check_modules(recorded)
+  hostile = ModelFile(described.file, {"surroundings": {"LD_LIBRARY_PATH": "/"}})
+  hostile.use_data_folders()
+  assert os.environ.get("LD_LIBRARY_PATH") != "/"
 
 
 def test_a_model_file_opens_only_files_of_its_own_folder(elsewhere):
@@ -147,4 +134,4 @@ def test_a_model_file_opens_only_files_of_its_own_folder(elsewhere):
   content["model"]["input_vocabulary"]["sentencepiece_model_file"]["@file"] = "../../x.model"
   (folder / NAME).write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="is not a file in the folder of the run"):
-    read_model_file(folder / NAME)["model"]
+    read_model_file(folder / NAME)

@@ -8,7 +8,6 @@ import pytest
 from rosetta_t5.config import get_gin_config_str, parse_gin_flags, summarize_gin_config
 from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.language.statements import read_program
-from rosetta_t5.telemetry.metrics_manager import MetricsManager
 
 RUN = """
 STEPS = 3
@@ -67,9 +66,6 @@ class _Writer:
   def write_texts(self, step, texts):
     self.texts[step] = texts
 
-  def write_hparams(self, hparams):
-    self.hparams = hparams
-
   def flush(self):
     self.flushed = True
 
@@ -82,41 +78,6 @@ def test_the_summary_is_written_to_the_model_dir_and_to_tensorboard(tmp_path):
   assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.gin"]
   assert "A = 1" in writer.texts[7]["config"]
   assert writer.flushed
-
-
-def test_every_number_and_string_of_the_configuration_is_a_hyperparameter(run, tmp_path):
-  run(RUN + "LENGTHS = {'inputs': 64}\nA_LIST = [1]\nNOTHING = None\n")
-  writer = _Writer()
-  summarize_gin_config(str(tmp_path), writer, 0)
-  expected = {
-    "STEPS": 3,
-    "LENGTHS.inputs": 64,
-    "train.model_dir": "/run",
-    "Model.width": 8,
-    "Model.dropout_rate": 0.1,  # a default, in force since Model was built
-    "train/DatasetConfig.lengths.inputs": 64,
-  }
-  short = {name.replace("toy.", ""): value for name, value in writer.hparams.items()}
-  assert short == expected
-
-
-def test_tensorboard_finds_the_hyperparameters(tmp_path):
-  from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-  from tensorboard.plugins.hparams.metadata import (
-    SESSION_START_INFO_TAG,
-    parse_session_start_info_plugin_data,
-  )
-
-  parse_gin_flags(["."], [], ["A = 1", "B = 'b'", "C = True"])
-  manager = MetricsManager("train", tmp_path)
-  summarize_gin_config(str(tmp_path), manager.summary_writer, 0)
-  manager.close()
-  events = EventAccumulator(str(tmp_path / "train")).Reload()
-  content = events.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
-  found = parse_session_start_info_plugin_data(content).hparams
-  assert found["A"].number_value == 1
-  assert found["B"].string_value == "b"
-  assert found["C"].bool_value
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):

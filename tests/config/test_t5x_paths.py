@@ -63,7 +63,7 @@ def test_a_file_of_the_user_wins_over_a_recipe(write, tmp_path):
   [
     (
       "t5x/configs/runs/eval_with_prediction_service.gin",
-      "in t5x/configs/runs: eval.gin, ",
+      "t5x/configs/runs/",
     ),
     ("t5x/examples/t5/t5_1_1/smal.gin", "t5x/examples/t5/t5_1_1/small.gin"),
     (

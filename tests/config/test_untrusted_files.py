@@ -220,7 +220,7 @@ def test_a_run_with_a_class_of_its_own_is_described_by_config_gin_alone(write, t
     + "import toy\nfrom t5x import utils\ntrain/utils.DatasetConfig.mixture_or_task_name = @toy.Model()\n"
   )
   write_files(write, tmp_path, text, "toy.Model.width = 8")
-  assert json.loads((tmp_path / NAME).read_text())["only_in_config_gin"] == ["toy.Model"]
+  assert '"@other": "toy.Model"' in (tmp_path / NAME).read_text()
   assert not read_model_file(tmp_path / NAME).is_complete
 
 
@@ -277,9 +277,7 @@ def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
     read_model_file(file).import_modules()
 
 
-@pytest.mark.parametrize(
-  "text", ["", "[1]", "{", "[" * 100_000, "\ud800", "9" * 10_000, '{"version": 1}']
-)
+@pytest.mark.parametrize("text", ["", "[1]", "{", "[" * 100_000, "\ud800", "9" * 10_000])
 def test_a_file_that_is_not_a_model_file_is_refused(tmp_path, text):
   (tmp_path / NAME).write_bytes(text.encode("utf-8", "surrogatepass"))
   with pytest.raises(ConfigError, match=NAME):

@@ -13,69 +13,65 @@ import functools
 import importlib
 import inspect
 import sys
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gin
 from gin.config import Configurable
 
+from rosetta_t5.config.language import gin_internals
 from rosetta_t5.config.t5x_surface import RUN_FUNCTION_MODULES
 from rosetta_t5.user_errors import ConfigError
 
 # The names in each module that gin may call. Whatever their arguments are, they only compute: none of
 # them writes, deletes, sends, or calls anything but the functions that it gets as arguments.
-CALLED = types.MappingProxyType(
-  {
-    "jax.nn": "gelu relu sigmoid silu softplus tanh",
-    "jax.nn.initializers": "constant lecun_normal normal ones truncated_normal uniform "
-    "variance_scaling xavier_uniform zeros",
-    "optax": "*",
-    "optax.contrib": "*",
-    "rosetta_t5.data": "file_task gpt2_vocabulary known_task mixture prepared_task tokenizer_vocabulary",
-    "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
-    "rosetta_t5.data.tasks.file_task": "create_task_from_tfexample_file",
-    "seqio": "ByteVocabulary ContinuousFeature DecoderFeatureConverter EncDecFeatureConverter "
-    "Feature LMFeatureConverter PassThroughFeatureConverter PassThroughVocabulary "
-    "PrefixLMFeatureConverter SentencePieceVocabulary",
-    "t5x.adafactor": "Adafactor HParamMap HeuristicRule standard_logical_factor_rules",
-    "t5x.contrib.gpu.t5.network": "T5Config Transformer",
-    "t5x.contrib.moe.adafactor_utils": "logical_factor_rules",
-    "t5x.contrib.moe.models": "MoeDecoderOnlyModel MoeEncoderDecoderModel",
-    "t5x.contrib.moe.partitioning": "MoePjitPartitioner standard_logical_axis_rules",
-    "t5x.decoding": "beam_search temperature_sample",
-    "t5x.examples.decoder_only.network": "DecoderWrapper TransformerConfig",
-    "t5x.examples.scalable_t5.network": "T5Config Transformer",
-    "t5x.examples.t5.network": "T5Config Transformer",
-    "t5x.gin_utils": "bool_fn steps_of string_split_fn sum_fn",
-    "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
-    "get_output_vocabulary",
-    "t5x.optimizers": "SpikeGuard adabelief adagrad adam adamw all_except amos average_parameters chain dpsgd "
-    "fromage lamb lars lion muon noisy_sgd precondition_by_kfac radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
-    "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
-    "t5x.te_helper": "TransformerEngineConfig",
-    "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",
-    "t5x.utils": "CheckpointConfig DatasetConfig RestoreCheckpointConfig SaveCheckpointConfig "
-    "create_learning_rate_scheduler get_vocabulary round_vocab_size_to_multiple "
-    "verify_matching_vocabs",
-  }
-)
+CALLED = {
+  "jax.nn": "gelu relu sigmoid silu softplus tanh",
+  "jax.nn.initializers": "constant lecun_normal normal ones truncated_normal uniform "
+  "variance_scaling xavier_uniform zeros",
+  "optax": "*",
+  "optax.contrib": "*",
+  "rosetta_t5.data": "file_task gpt2_vocabulary known_task mixture prepared_task tokenizer_vocabulary",
+  "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
+  "rosetta_t5.data.tasks.file_task": "create_task_from_tfexample_file",
+  "seqio": "ByteVocabulary ContinuousFeature DecoderFeatureConverter EncDecFeatureConverter "
+  "Feature LMFeatureConverter PassThroughFeatureConverter PassThroughVocabulary "
+  "PrefixLMFeatureConverter SentencePieceVocabulary",
+  "t5x.adafactor": "Adafactor HParamMap HeuristicRule standard_logical_factor_rules",
+  "t5x.contrib.gpu.t5.network": "T5Config Transformer",
+  "t5x.contrib.moe.adafactor_utils": "logical_factor_rules",
+  "t5x.contrib.moe.models": "MoeDecoderOnlyModel MoeEncoderDecoderModel",
+  "t5x.contrib.moe.partitioning": "MoePjitPartitioner standard_logical_axis_rules",
+  "t5x.decoding": "beam_search temperature_sample",
+  "t5x.examples.decoder_only.network": "DecoderWrapper TransformerConfig",
+  "t5x.examples.scalable_t5.network": "T5Config Transformer",
+  "t5x.examples.t5.network": "T5Config Transformer",
+  "t5x.gin_utils": "bool_fn steps_of string_split_fn sum_fn",
+  "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
+  "get_output_vocabulary",
+  "t5x.optimizers": "SpikeGuard adabelief adagrad adam adamw all_except amos average_parameters chain dpsgd "
+  "fromage lamb lars lion muon noisy_sgd precondition_by_kfac radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
+  "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
+  "t5x.te_helper": "TransformerEngineConfig",
+  "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",
+  "t5x.utils": "CheckpointConfig DatasetConfig RestoreCheckpointConfig SaveCheckpointConfig "
+  "create_learning_rate_scheduler get_vocabulary round_vocab_size_to_multiple "
+  "verify_matching_vocabs",
+}
 # The names that gin may pass as arguments but not call, because they may write files.
-NAMED = types.MappingProxyType(
-  {
-    "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
-    "rosetta_t5.telemetry.trackers": "AimWriter WandbWriter",
-    "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
-    "t5x.contrib.moe.checkpoints": "UpcycleCheckpointer",
-    "t5x.contrib.moe.trainer": "MoeTrainer",
-    "t5x.export_lib": "ExportableModule create_batch_polymorphic_shapes create_inference_function "
-    "create_postprocessor create_preprocessor create_preprocessor_from_task write_warmup_examples",
-    "t5x.gin_utils": "summarize_gin_config",
-    "t5x.trainer": "Trainer",
-    "t5x.utils": "LegacyCheckpointManager TrainStateInitializer get_dataset "
-    "get_deterministic_dataset get_infer_fn get_training_eval_datasets",
-  }
-)
+NAMED = {
+  "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
+  "rosetta_t5.telemetry.trackers": "AimWriter WandbWriter",
+  "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
+  "t5x.contrib.moe.checkpoints": "UpcycleCheckpointer",
+  "t5x.contrib.moe.trainer": "MoeTrainer",
+  "t5x.export_lib": "ExportableModule create_batch_polymorphic_shapes create_inference_function "
+  "create_postprocessor create_preprocessor create_preprocessor_from_task write_warmup_examples",
+  "t5x.gin_utils": "summarize_gin_config",
+  "t5x.trainer": "Trainer",
+  "t5x.utils": "LegacyCheckpointManager TrainStateInitializer get_dataset "
+  "get_deterministic_dataset get_infer_fn get_training_eval_datasets",
+}
 # Modules that define the run functions or register tasks.
 _OTHER_MODULES = (
   "__gin__.dynamic_registration",
@@ -104,12 +100,10 @@ def limited_to_list(is_limited: bool = True) -> Iterator[None]:
   """Inside the `with`, gin files can use only what is listed here, unless `is_limited` is False."""
   from rosetta_t5.data.dataset_config import imports_limited_to
 
-  if not is_limited:
-    yield
-    return
-  token = _is_limited.set(True)
+  is_limited = is_limited or _is_limited.get()
+  token = _is_limited.set(is_limited)
   try:
-    with imports_limited_to(IMPORTABLE):
+    with imports_limited_to(IMPORTABLE if is_limited else None):
       yield
   finally:
     _is_limited.reset(token)
@@ -131,22 +125,24 @@ def check_binding(configurable: Configurable | None, value: Any) -> None:
   """
   if not _is_limited.get():
     return
-  function = configurable.wrapped if configurable else None
-  is_run = configurable is not None and configurable.name in RUN_FUNCTION_MODULES
-  is_named = _name_in(NAMED, function) is not None
-  if not (function is None or is_run or is_named or _is_method_of_listed(function)):
-    _check_is_called(configurable, function)
-  calls_nothing = is_run or is_named or (configurable and configurable.name in _KEEPERS)
+  calls_nothing = False
+  if configurable is not None:
+    if configurable.is_method:  # It belongs to a class, which decides.
+      (configurable,) = gin_internals.find_configurables(configurable.module)
+    is_named = configurable.name in RUN_FUNCTION_MODULES or _name_in(NAMED, configurable.wrapped)
+    calls_nothing = bool(is_named) or configurable.name in _KEEPERS
+    if not is_named:
+      _check_is_called(configurable)
   for reference in gin.config.iterate_references(value):
-    referred = reference.configurable.wrapped
-    if not (calls_nothing and not reference.evaluate and _name_in(NAMED, referred)):
-      _check_is_called(reference.configurable, referred)
+    is_passed_on = calls_nothing and not reference.evaluate
+    if not (is_passed_on and _name_in(NAMED, reference.configurable.wrapped)):
+      _check_is_called(reference.configurable)
 
 
-def _check_is_called(configurable: Any, function: Any) -> None:
-  if configurable.module == "gin" or public_name(function):
-    return
-  raise ConfigError(f"{configurable.selector} is not on the list of what may be called: {_ADVICE}")
+def _check_is_called(configurable: Configurable) -> None:
+  if configurable.module != "gin" and not public_name(configurable.wrapped):
+    name = configurable.selector
+    raise ConfigError(f"{name} is not on the list of what may be called: {_ADVICE}")
 
 
 def public_name(function: Any) -> str | None:
@@ -171,12 +167,6 @@ def _name_in(table: Mapping[str, str], function: Any) -> str | None:
   # Gin and JAX wrap some of the functions.
   same = (n for n, f in _listed(table).items() if inspect.unwrap(f) is inspect.unwrap(function))
   return next(same, None)
-
-
-def _is_method_of_listed(function: Any) -> bool:
-  name = getattr(function, "__name__", "")
-  classes = filter(inspect.isclass, _listed(CALLED).values())
-  return any(getattr(each, name, None) is function for each in classes)
 
 
 def _listed(table: Mapping[str, str]) -> dict[str, Any]:
