@@ -23,7 +23,7 @@ from rosetta_t5.cli.bench import add_arguments, compile_step
 from rosetta_t5.parallel import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, chain
-from rosetta_t5.training.optimizers.second_order.matrices import muon
+from rosetta_t5.training.optimizers.transformations import muon
 
 OPTIMIZERS = {
   "adamw": lambda: OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01)),

@@ -1,7 +1,6 @@
 """T5X's `adafactor`: the optimizer of T5 and its factorization rules."""
 
 from rosetta_t5.training.optimizers.adafactor import Adafactor
-from rosetta_t5.training.optimizers.adafactor import AdafactorHyperParams as _AdafactorHyperParams
 from rosetta_t5.training.optimizers.adafactor import AdafactorParamState as _AdafactorParamState
 from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
@@ -12,3 +11,4 @@ from rosetta_t5.training.optimizers.factor_rules import (
   factor_name_to_factordim,
   standard_logical_factor_rules,
 )
+from rosetta_t5.training.optimizers.optimizer_def import HyperParams as _AdafactorHyperParams

@@ -1,7 +1,8 @@
 """T5X's `optimizers`: the interface of an optimizer, and the optimizers of optax and of gin/optimizers."""
 
-from rosetta_t5.training.optimizers.guards import SpikeGuard
-from rosetta_t5.training.optimizers.multi import MultiOptimizer
+from rosetta_t5.training.optimizers.composite import MultiOptimizer, SpikeGuard
+from rosetta_t5.training.optimizers.curvature import precondition_by_kfac, sophia
+from rosetta_t5.training.optimizers.matrices import shampoo, soap
 from rosetta_t5.training.optimizers.optax_wrapper import (
   OptaxStatePartitionRules,
   OptaxWrapper,
@@ -9,8 +10,6 @@ from rosetta_t5.training.optimizers.optax_wrapper import (
   adagrad,
   adam,
   adamw,
-  amos,
-  average_parameters,
   chain,
   dpsgd,
   fromage,
@@ -32,8 +31,9 @@ from rosetta_t5.training.optimizers.optimizer_def import (
   OptimizerStateType,
   OptimizerType,
 )
-from rosetta_t5.training.optimizers.param_paths import all_except, scale_by_name
-from rosetta_t5.training.optimizers.second_order.kfac import precondition_by_kfac
-from rosetta_t5.training.optimizers.second_order.matrices import muon
-from rosetta_t5.training.optimizers.second_order.shampoo import shampoo, soap
-from rosetta_t5.training.optimizers.second_order.sophia import sophia
+from rosetta_t5.training.optimizers.transformations import (
+  all_except,
+  average_parameters,
+  muon,
+  scale_by_name,
+)

@@ -36,7 +36,7 @@ from rosetta_t5.telemetry.flops import flops_of_lengths
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_files import count_parameters
 from rosetta_t5.training.losses import microbatch_warning
-from rosetta_t5.training.optimizers.second_order.kfac import KfacState
+from rosetta_t5.training.optimizers.curvature import KfacState
 from rosetta_t5.user_errors import reason_of, with_lines
 
 # Steps at which a learning rate is compared with that of the run.

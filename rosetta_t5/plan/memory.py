@@ -22,7 +22,7 @@ from rosetta_t5.plan.activations import (
   temporary_by_layer,
 )
 from rosetta_t5.plan.workload import Workload
-from rosetta_t5.training.optimizers.param_paths import path_name
+from rosetta_t5.training.optimizers.optimizer_def import path_name
 
 # Parameters of lookups, of the output layer and of routers.
 _TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")

@@ -26,8 +26,8 @@ from rosetta_t5.checkpoints.train_state_initializer import restore
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
-from rosetta_t5.training.optimizers.guards import SpikeGuard
-from rosetta_t5.training.optimizers.optax_wrapper import average_parameters
+from rosetta_t5.training.optimizers.composite import SpikeGuard
+from rosetta_t5.training.optimizers.transformations import average_parameters
 from t5x.checkpoints import get_name_tree, intersect_state
 from t5x.contrib.moe.checkpoints import UpcycleCheckpointer
 

@@ -72,7 +72,7 @@ def test_roles_can_be_strings():
 def test_hparam_map_uses_the_first_expression_that_is_found():
   values = HParamMap([("kernel$", 1), ("encoder", 2)])
   assert values({"encoder": {"kernel": 0, "scale": 0}}) == {"encoder": {"kernel": 1, "scale": 2}}
-  with pytest.raises(KeyError, match=r"no rule matches parameter 'decoder/scale'"):
+  with pytest.raises(KeyError, match=r"no rule .* matches parameter 'decoder/scale'"):
     values["decoder/scale"]
 
 
@@ -80,7 +80,7 @@ def test_hparam_map_uses_the_first_expression_that_is_found():
   ("axes", "message"),
   [
     (P("embed", "hedas"), r"no role for axis 'hedas' of parameter 'w' \(did you mean 'heads'"),
-    (P("embed", "mlp", "relpos_buckets"), r"'w' .*\(ROW, COLUMN, NONE\).*can have the role none"),
+    (P("embed", "mlp", "relpos_buckets"), r"'w' .*a row, a column and an axis with the role none"),
   ],
 )
 def test_error_names_the_axis_without_a_role(axes, message):
@@ -97,15 +97,8 @@ def test_high_ranks_need_a_rule():
 
 def test_rule_must_have_the_rank_of_the_parameter():
   optimizer = Adafactor(factor_map=HParamMap([(".*", (ROW, COL))]))
-  with pytest.raises(ValueError, match=r"\(ROW, COLUMN\) has 2 dimensions, but parameter 'w' has"):
+  with pytest.raises(ValueError, match=r"has 2 dimensions, but parameter 'w' has"):
     optimizer.init_state({"w": jnp.ones((2, 3, 4))})
-
-
-def test_error_names_the_parameter_without_logical_axes():
-  optimizer = Adafactor(logical_factor_rules=STANDARD)
-  optimizer.set_param_axes({"a": P("embed")})
-  with pytest.raises(ValueError, match=r"no factorization rule for parameter 'b'.*param_with_axes"):
-    optimizer.init_state({"a": jnp.ones(3), "b": jnp.ones(3)})
 
 
 def test_error_names_the_unknown_role():

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from rosetta_t5.telemetry.run_metrics import skipped_steps, skips_in_a_row
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.adafactor import Adafactor
-from rosetta_t5.training.optimizers.guards import SpikeGuard
-from rosetta_t5.training.optimizers.optax_wrapper import average_parameters
+from rosetta_t5.training.optimizers.composite import SpikeGuard
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
+from rosetta_t5.training.optimizers.transformations import average_parameters
 
 PARAMS = {"w": jnp.ones((2, 3))}
 AXES = {"w": P("embed", "mlp")}

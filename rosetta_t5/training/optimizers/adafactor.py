@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,40 +17,20 @@ from rosetta_t5.training.optimizers.factor_rules import (
   HEURISTIC_RULE,
   FactorDim,
   FactorDims,
-  FactorRule,
   HParamMap,
   resolve,
   rules_from_axes,
 )
-from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
-from rosetta_t5.training.optimizers.param_paths import axes_like, path_name
+from rosetta_t5.training.optimizers.optimizer_def import (
+  HyperParams,
+  Optimizer,
+  OptimizerDef,
+  OptimizerState,
+  axes_like,
+  path_name,
+)
 
 PyTree = Any
-
-
-class AdafactorHyperParams(struct.PyTreeNode):
-  """The hyperparameters of `Adafactor`, which documents them."""
-
-  learning_rate: Any
-  factored: bool
-  multiply_by_parameter_scale: bool | HParamMap
-  beta1: float | None
-  decay_rate: float
-  step_offset: int
-  clipping_threshold: float | None
-  weight_decay_rate: float | None
-  min_dim_size_to_factor: int
-  epsilon1: float
-  epsilon2: float
-  factor_map: HParamMap | Mapping[str, FactorRule] | None = None
-  logical_factor_rules: Mapping[str, FactorDim | str] | None = None
-  weight_decay_rate_lr_exponent: float | None = None
-  global_norm_clip_threshold: float | None = None
-  max_parameter_scale: float | None = None
-  skip_nan_updates: bool = False
-
-
-_HYPER_PARAMS = [field.name for field in dataclasses.fields(AdafactorHyperParams)]
 
 
 class AdafactorParamState(struct.PyTreeNode):
@@ -98,10 +77,7 @@ class Adafactor(OptimizerDef):
 
   Raises:
     ValueError: `factor_map` is set although `factored` is False.
-    TypeError: a map is not an HParamMap.
   """
-
-  hyper_params: AdafactorHyperParams
 
   def __init__(
     self,
@@ -124,19 +100,14 @@ class Adafactor(OptimizerDef):
     max_parameter_scale: PositiveNumber | None = None,
     skip_nan_updates: bool = False,
   ):
-    arguments = locals()
+    given = locals()
     if not factored and factor_map is not None:
       raise ValueError(
         "Adafactor.factor_map has no effect with factored = False: remove one of the two"
       )
-    for name, value, kinds in (
-      ("multiply_by_parameter_scale", multiply_by_parameter_scale, (bool, HParamMap)),
-      ("factor_map", factor_map, (type(None), HParamMap)),
-    ):
-      if not isinstance(value, kinds):
-        raise TypeError(f"Adafactor.{name} must be one of {kinds}, not {type(value)}: {value!r}")
     self.dtype_momentum = jnp.dtype(dtype_momentum)
-    super().__init__(AdafactorHyperParams(**{name: arguments[name] for name in _HYPER_PARAMS}))
+    others = ("self", "__class__", "dtype_momentum")
+    super().__init__(HyperParams(**{name: given[name] for name in given if name not in others}))
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.
@@ -173,18 +144,10 @@ class Adafactor(OptimizerDef):
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one step with `grads`, a tree like `params`.
-
-    Raises:
-      ValueError: neither the trainer nor this optimizer has a learning rate.
-    """
-    if hyper_params.learning_rate is None:
-      raise ValueError(
-        "Adafactor has no learning rate: set trainer.Trainer.learning_rate_fn, or "
-        "Adafactor.learning_rate"
-      )
-    if hyper_params.global_norm_clip_threshold:
-      grads = _clip_by_global_norm(grads, hyper_params.global_norm_clip_threshold)
+    """Returns the parameters and the state after one step with `grads`, a tree like `params`."""
+    if threshold := hyper_params.global_norm_clip_threshold:
+      norm = global_norm(grads)
+      grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
     def update(path: Any, param: jax.Array, moments: Any, grad: jax.Array) -> tuple:
       return self.apply_param_gradient(
@@ -215,14 +178,18 @@ class Adafactor(OptimizerDef):
     # The order of multiplications is T5X's: the reference run amplifies rounding errors 2000-fold.
     scale = self._step_size(hyper_params, param, dims, path)
     if hyper_params.clipping_threshold is not None:
-      grad_copy, state_copy = _prevent_fusion((grad, new_state))
+      # XLA for CPU would write a product that two reductions and an update share to memory, which takes
+      # longer than to compute it again.
+      grad_copy, state_copy = jax.lax.optimization_barrier((grad, new_state))
       rms = _rms(_precondition(grad_copy, state_copy, dims), dims.averaged)
       scale = scale / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
     update = _precondition(grad, new_state, dims) * scale
     if hyper_params.beta1 is not None:
       update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
       new_state = new_state.replace(m=update.astype(self.dtype_momentum))
-    weight_decay = _weight_decay(hyper_params)
+    weight_decay = hyper_params.weight_decay_rate
+    if exponent := hyper_params.weight_decay_rate_lr_exponent:
+      weight_decay = (weight_decay or 1.0) * hyper_params.learning_rate**exponent
     new_param = (param if weight_decay is None else (1.0 - weight_decay) * param) - update
     if hyper_params.skip_nan_updates:
       new_param, new_state = jax.tree.map(
@@ -236,23 +203,20 @@ class Adafactor(OptimizerDef):
     Of factored moments, which are small, only those of experts are split.
     """
 
-    def axes_of(
-      names: Any, path: Any, param: Any, moments: AdafactorParamState
-    ) -> AdafactorParamState:
+    def axes_of(path: Any, param: Any, names: Any, moments: Any) -> AdafactorParamState:
       # Optimizers written for T5X give the axis names as the target, which have no shape.
-      dims = self._dims(param.shape, path_name(path)) if hasattr(param, "shape") else None
+      has_shape = hasattr(param, "shape")
+      dims = self._dims(param.shape, path_name(path)) if has_shape else FactorDims(())
       return AdafactorParamState(
-        v_row=None if dims is None else _expert_axes(names, dims.col),
-        v_col=None if dims is None else _expert_axes(names, dims.row),
+        v_row=_expert_axes(names, dims.col),
+        v_col=_expert_axes(names, dims.row),
         v=None if moments.v.shape == (1,) else names,
         m=None if self.hyper_params.beta1 is None else names,
       )
 
-    structure: Any = jax.tree.structure(optimizer.target)
-    names = axes_like(optimizer.target, param_logical_axes)
-    moments = structure.flatten_up_to(optimizer.state.param_states)
-    paths, params = zip(*jax.tree_util.tree_leaves_with_path(optimizer.target), strict=True)
-    axes = structure.unflatten(list(map(axes_of, names, paths, params, moments)))
+    target, moments = optimizer.target, optimizer.state.param_states
+    names = axes_like(target, param_logical_axes)
+    axes = jax.tree_util.tree_map_with_path(axes_of, target, names, moments)
     return optimizer.replace(state=OptimizerState(None, axes), target=param_logical_axes)
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
@@ -260,13 +224,7 @@ class Adafactor(OptimizerDef):
     hyper_params = self.hyper_params
     if not hyper_params.factored:
       return resolve(None, shape, path, None)
-    try:
-      rule = hyper_params.factor_map[path] if hyper_params.factor_map else HEURISTIC_RULE
-    except KeyError:
-      raise ValueError(
-        f"Adafactor has no factorization rule for parameter {path!r} of shape {shape}: name its axes "
-        "with flax.linen.partitioning.param_with_axes, or add it to Adafactor.factor_map"
-      ) from None
+    rule = hyper_params.factor_map[path] if hyper_params.factor_map else HEURISTIC_RULE
     return resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
 
   def _step_size(
@@ -295,9 +253,10 @@ def _second_moment(
 
   if not dims.factored:
     return state.replace(v=average(state.v, grad * grad))
+  copy = jax.lax.optimization_barrier(grad)  # See `apply_param_gradient`.
   return state.replace(
-    v_row=average(state.v_row, _mean_square(grad, dims.col)),
-    v_col=average(state.v_col, _mean_square(_prevent_fusion(grad), dims.row)),
+    v_row=average(state.v_row, jnp.mean(grad * grad, axis=dims.col)),
+    v_col=average(state.v_col, jnp.mean(copy * copy, axis=dims.row)),
   )
 
 
@@ -323,31 +282,6 @@ def _expert_axes(names: Any, averaged: tuple[int, ...]) -> PartitionSpec | None:
   return PartitionSpec(*(name if name == "expert" else None for name in kept))
 
 
-def _prevent_fusion(tree: PyTree) -> PyTree:
-  """Returns the same values, which the compiler treats as different values.
-
-  If two reductions and an update share an elementwise product, XLA for CPU writes it to memory, which
-  takes longer than the update itself. Recomputing it for each of them is faster.
-  """
-  return jax.lax.optimization_barrier(tree)
-
-
-def _mean_square(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-  return jnp.mean(x * x, axis=axis)
-
-
 def _rms(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   """Returns the root mean square over `axis`, whose dimensions become 1."""
   return jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True))
-
-
-def _clip_by_global_norm(grads: PyTree, threshold: float) -> PyTree:
-  """Scales the gradients so that their global norm is at most `threshold` (Pascanu et al. 2013)."""
-  norm = global_norm(grads)
-  return jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
-
-
-def _weight_decay(hyper_params: AdafactorHyperParams) -> Any:
-  """Returns the fraction of a parameter that one step subtracts, or None."""
-  rate, exponent = hyper_params.weight_decay_rate, hyper_params.weight_decay_rate_lr_exponent
-  return (rate or 1.0) * hyper_params.learning_rate**exponent if exponent else rate

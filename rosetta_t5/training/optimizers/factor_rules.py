@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from rosetta_t5.argument_types import near_hint
-from rosetta_t5.training.optimizers.param_paths import axes_by_path, path_name
+from rosetta_t5.training.optimizers.optimizer_def import axes_by_path, path_name
 
 PyTree = Any
 
@@ -76,12 +76,9 @@ def factor_name_to_factordim(name: str | FactorDim | None) -> FactorDim:
   """
   if isinstance(name, FactorDim):
     return name
-  try:
-    return _DIM_NAMES[str(name).lower()]
-  except KeyError:
-    raise ValueError(
-      f"unknown factor role {name!r}: it must be one of {', '.join(_DIM_NAMES)}"
-    ) from None
+  if str(name).lower() not in _DIM_NAMES:
+    raise ValueError(f"unknown factor role {name!r}: it must be one of {', '.join(_DIM_NAMES)}")
+  return _DIM_NAMES[str(name).lower()]
 
 
 class HParamMap:
@@ -99,10 +96,7 @@ class HParamMap:
     for pattern, value in self._rules:
       if pattern.search(path):
         return value
-    patterns = ", ".join(repr(pattern.pattern) for pattern, _ in self._rules)
-    raise KeyError(
-      f"no rule matches parameter {path!r}: add one, or a final rule '.*'. The rules are {patterns}"
-    )
+    raise KeyError(f"no rule of the HParamMap matches parameter {path!r}: add a final rule '.*'")
 
   def __call__(self, params: PyTree) -> PyTree:
     """Returns a tree like `params` with the value for each leaf."""
@@ -171,15 +165,15 @@ def resolve(
         "heuristic by size is for rank 1 and 2. Set Adafactor.logical_factor_rules = "
         "@adafactor.standard_logical_factor_rules(), or add the parameter to Adafactor.factor_map"
       )
-    return FactorDims(dims, *_two_largest(shape, min_dim_size))
+    return _by_size(shape, min_dim_size)
   roles = tuple(factor_name_to_factordim(role) for role in rule)
   if len(roles) != len(shape):
     raise ValueError(
-      f"the factorization rule {_role_names(roles)} has {len(roles)} dimensions, but parameter "
-      f"{path!r} has shape {tuple(shape)}"
+      f"the factorization rule {rule} has {len(roles)} dimensions, but parameter {path!r} has shape "
+      f"{tuple(shape)}"
     )
   if len(shape) <= 2 and FactorDim.BATCH not in roles:
-    return FactorDims(dims, *_two_largest(shape, min_dim_size))
+    return _by_size(shape, min_dim_size)
   row, col, batch = (
     tuple(dim for dim in dims if roles[dim] is role)
     for role in (FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH)
@@ -188,31 +182,27 @@ def resolve(
   return FactorDims(averaged, row, col) if row and col else FactorDims(averaged)
 
 
-def _two_largest(
-  shape: Sequence[int], min_dim_size: int | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-  """Returns (row, col) with the largest dimension as col; both are empty if one is too small."""
-  if min_dim_size is None or len(shape) < 2:
-    return (), ()
-  *_, row, col = (int(dim) for dim in np.argsort(shape, kind="stable"))
-  return ((), ()) if shape[row] < min_dim_size else ((row,), (col,))
+def _by_size(shape: Sequence[int], min_dim_size: int | None) -> FactorDims:
+  """Returns the two largest dimensions as row and col; they are not factored if one is too small."""
+  dims = tuple(range(len(shape)))
+  *_, row, col = (0, 0, *(int(dim) for dim in np.argsort(shape, kind="stable")))
+  is_small = len(shape) < 2 or min_dim_size is None or shape[row] < min_dim_size
+  return FactorDims(dims) if is_small else FactorDims(dims, (row,), (col,))
 
 
 def _rule_from_names(
   path: str, axes: Iterable[str | None], axis_roles: Mapping[str, FactorDim | str]
 ) -> FactorRule:
   roles = tuple(_role(path, axis, axis_roles) for axis in axes)
-  is_row, is_col = FactorDim.ROW in roles, FactorDim.COLUMN in roles
-  if is_row and is_col and FactorDim.NONE in roles:
+  if not {FactorDim.ROW, FactorDim.COLUMN} <= set(roles):
+    # Without a row or without a column the parameter is not factored; only BATCH has an effect.
+    return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
+  if FactorDim.NONE in roles:
     raise ValueError(
-      f"parameter {path!r} with axes {tuple(axes)} has the factor roles {_role_names(roles)}: no axis "
-      "of a factored parameter can have the role none. Change the role of that axis in "
-      "Adafactor.logical_factor_rules"
+      f"parameter {path!r} with axes {tuple(axes)} has a row, a column and an axis with the role none: no "
+      "axis of a factored parameter can have it. Change its role in Adafactor.logical_factor_rules"
     )
-  if is_row and is_col:
-    return roles
-  # Without a row or without a column the parameter is not factored; only BATCH has an effect.
-  return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
+  return roles
 
 
 def _role(path: str, axis: str | None, axis_roles: Mapping[str, FactorDim | str]) -> FactorDim:
@@ -224,7 +214,3 @@ def _role(path: str, axis: str | None, axis_roles: Mapping[str, FactorDim | str]
       f"{near_hint(axis, axis_roles)}: add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
     )
   return factor_name_to_factordim(axis_roles[axis])
-
-
-def _role_names(roles: Iterable[FactorDim]) -> str:
-  return "(" + ", ".join(role.name for role in roles) + ")"

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.training.optimizers.param_paths import path_name
+from rosetta_t5.training.optimizers.optimizer_def import path_name
 
 PyTree = Any
 

@@ -1,4 +1,8 @@
-"""K-FAC (Martens and Grosse 2015, arXiv:1503.05671) as a preconditioner of the gradients of dense layers."""
+"""Optimizers that estimate the curvature of the loss: K-FAC and Sophia.
+
+K-FAC (Martens and Grosse 2015, arXiv:1503.05671) preconditions the gradients of dense layers. Sophia-H (Liu et
+al. 2023, arXiv:2305.14342) is optax's, with a Hessian that our layers allow.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,11 @@ import optax
 from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
-from rosetta_t5.training.optimizers.optimizer_def import StepLoss
-from rosetta_t5.training.optimizers.param_paths import all_except, axes_by_path, path_name
-from rosetta_t5.training.optimizers.second_order import matrices
+from rosetta_t5.training.optimizers import matrices
+from rosetta_t5.training.optimizers.optimizer_def import StepLoss, axes_like, path_name
+from rosetta_t5.training.optimizers.transformations import all_except
 
 PyTree = Any
 
@@ -68,9 +72,8 @@ def precondition_by_kfac(
   """
 
   def init(params: PyTree) -> KfacState:
-    zeros = matrices.zero_factors(
-      params, _kernel_dims(params, param_axes, skip_layers), max_factor_dim
-    )
+    dims = _kernel_dims(params, param_axes, skip_layers)
+    zeros = matrices.zero_factors(params, dims, max_factor_dim)
     return KfacState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros))
 
   def update(
@@ -102,16 +105,13 @@ def precondition_by_kfac(
 
 def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequence[str]) -> PyTree:
   """Returns a tree with the `MatrixDims` of each dense kernel, and None for other parameters."""
-  names = {} if param_axes is None else axes_by_path(param_axes)
 
-  def dims(path: Any, param: Any, is_wanted: bool) -> matrices.MatrixDims | None:
-    name = path_name(path)
-    axes = names.get(name)
-    if not is_wanted or name.rpartition("/")[2] != "kernel" or "expert" in (axes or ()):
-      return None
-    return matrices.matrix_dims(param.ndim, axes, name)
+  def dims(path: Any, param: Any, axes: Any, is_wanted: bool) -> matrices.MatrixDims | None:
+    is_kernel = path_name(path[-1:]) == "kernel" and "expert" not in (axes or ())
+    return matrices.matrix_dims(param.ndim, axes) if is_kernel and is_wanted else None
 
-  return jax.tree_util.tree_map_with_path(dims, params, all_except(skip_layers)(params))
+  axes, is_wanted = axes_like(params, param_axes), all_except(skip_layers)(params)
+  return jax.tree_util.tree_map_with_path(dims, params, axes, is_wanted)
 
 
 def _by_layer(factors: PyTree) -> dict[str, Any]:
@@ -143,6 +143,73 @@ def _clip(directions: PyTree, grads: PyTree, dims: PyTree, limit: jax.Array) -> 
   def dot(direction: jax.Array, grad: jax.Array, dim: matrices.MatrixDims | None) -> jax.Array:
     return jnp.zeros(()) if dim is None else jnp.vdot(direction, grad)
 
-  total = optax.tree.sum(matrices.map_params(dot, directions, grads, dims))
+  total = optax.tree.sum(jax.tree.map(dot, directions, grads, dims))
   scale = jnp.minimum(1.0, jnp.sqrt(limit / jnp.maximum(total, jnp.finfo(total.dtype).tiny)))
-  return matrices.map_params(lambda x, dim: x if dim is None else scale * x, directions, dims)
+  return jax.tree.map(lambda x, dim: x if dim is None else scale * x, directions, dims)
+
+
+def sophia(
+  learning_rate: Any,
+  b1: Rate = 0.96,
+  b2: Rate = 0.99,
+  gamma: PositiveNumber = 0.01,
+  weight_decay: NonNegativeNumber = 0.1,
+  update_interval: Positive = 10,
+  seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+  """Momentum divided by an average of the Hessian's diagonal, and clipped to 1.
+
+  Args:
+    learning_rate: the learning rate, a number or a schedule.
+    b1: the decay of the momentum.
+    b2: the decay of the Hessian's diagonal.
+    gamma: a factor of the Hessian. A larger one clips fewer values.
+    weight_decay: the weight decay.
+    update_interval: steps between estimates of the Hessian, each of which costs about two gradients
+      of the first microbatch.
+    seed: seeds the random signs of the estimates.
+  """
+  return optax.contrib.sophia(
+    learning_rate,
+    b1=b1,
+    b2=b2,
+    gamma=gamma,
+    weight_decay=weight_decay,
+    update_interval=update_interval,
+    hessian_diagonal_fn=hessian_diagonal(seed),
+  )
+
+
+class HessianState(NamedTuple):
+  """The number of estimates so far, `step`."""
+
+  step: jax.Array
+
+
+def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
+  """Returns Hutchinson's estimate of the diagonal of the Hessian, z ⊙ Hz for random signs z.
+
+  H·z is the gradient of z·∇L, because optax's own estimate needs derivatives in forward mode, which
+  functions with a `custom_vjp` do not have.
+  """
+
+  def init(params: PyTree) -> HessianState:
+    del params
+    return HessianState(jnp.zeros((), jnp.int32))
+
+  def update(
+    grads: PyTree, state: HessianState, params: PyTree = None, *, loss: StepLoss, **_: Any
+  ) -> tuple[PyTree, HessianState]:
+    # The numbers of this generator do not depend on the devices or on `jax_default_prng_impl`.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
+    signs = optax.tree.random_like(key, params, jax.random.rademacher, dtype=jnp.float32)
+
+    def directional_derivative(at: PyTree) -> jax.Array:
+      return optax.tree.vdot(jax.grad(loss.of_first_microbatch)(at), signs)
+
+    product = jax.grad(directional_derivative)(params)
+    # The loss is a sum over microbatches.
+    diagonal = jax.tree.map(lambda h, z: loss.num_microbatches * h * z, product, signs)
+    return diagonal, HessianState(state.step + 1)
+
+  return optax.GradientTransformationExtraArgs(init, update)
