@@ -13,7 +13,7 @@ from rosetta_t5 import cli
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
-from rosetta_t5.export.inference_function import load_stablehlo
+from rosetta_t5.export.functions import load_stablehlo
 from rosetta_t5.export.saved_model import save
 
 CONFIG = """

@@ -6,9 +6,8 @@ import argparse
 import inspect
 import json
 import os
-import resource
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,15 +21,15 @@ from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.restore import read_arrays, stored_step, verify_files
-from rosetta_t5.conversion import model_card, verification
+from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import complete_folder
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
 Arrays = dict[str, StoredArray]
 _STEP = "state/step"
+_CARD = "README.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,14 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add("--encoder-only", action="store_true", help="leave the decoder out")
   add("--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers")
-  add("--activations", type=_comma_list, help="T5Config.mlp_activations, such as gelu,linear")
   add("--config", help="the run's config.gin, or a config.json; default: SRC's own")
   add("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
   parser.set_defaults(run=_run)
-
-
-def _comma_list(text: str) -> tuple[str, ...]:
-  return tuple(text.split(","))
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -71,7 +65,6 @@ def convert(
   tree: str | None = None,
   encoder_only: bool = False,
   model_type: str | None = None,
-  activations: tuple[str, ...] | None = None,
   config: str | os.PathLike[str] | None = None,
   tokenizer: str | os.PathLike[str] | None = None,
   report: Callable[[str], None] = print,
@@ -91,7 +84,6 @@ def convert(
       source's tree, with the optimizer's state. Not used for 'hf', which has a tree of its own.
     encoder_only: leave out the decoder and the optimizer's state.
     model_type: the family in Transformers; None to derive it from the weights.
-    activations: T5Config.mlp_activations; None to derive them from the source's config or weights.
     config: a config.gin or config.json with settings that weights do not show, such as a decoder's
       number of heads; None for the one beside the source.
     tokenizer: where the tokenizer's files are; None for those of the source, if it has any.
@@ -101,42 +93,43 @@ def convert(
     ConversionError: the logits of the two checkpoints differ.
     ValueError: the source cannot be written in this layout.
   """
-  started = time.monotonic()
   path = checkpoint_folders.resolve_checkpoint(source)
   verify_files(path)
   stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
   arrays = _select_arrays(_cast(stored, dtype), to, tree, encoder_only)
-  settings = read_model_settings(path, arrays, activations, config)
+  settings = read_model_settings(path, arrays, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
   final = _prepare_destination(destination, to, arrays)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
+    their_config = dict(settings.source_config)
     if to == "hf":
-      source_config = {**_end_token(tokenizer), **settings.source_config}
       their_config, weights = hugging_face_folder.make_config_and_weights(
-        arrays, settings.network, source_config, settings.ids_are_shifted, model_type
+        arrays, settings.network, their_config, settings.ids_are_shifted, model_type
       )
       unfinished.mkdir(parents=True)
       hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
-      _write_t5x(unfinished, arrays, to)
-      if settings.source_config:  # A conversion back to Transformers needs it.
-        text = json.dumps(settings.source_config, indent=2, sort_keys=True)
+      arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
+      if to == "t5x-legacy":
+        items = terminal.track(arrays.items(), "writing", len(arrays), "arrays")
+        t5x_layouts.write_older(unfinished, items)
+      else:
+        t5x_layouts.write_orbax(unfinished, arrays)
+      if their_config:  # A conversion back to Transformers needs it.
+        text = json.dumps(their_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
     with terminal.progress_bar("verifying"):
       verified = verification.verify(arrays, path, unfinished, settings)
     report(verified)
     if to == "hf":
-      model_card.write(unfinished, final.name, path, settings.source_config, arrays, verified)
-      report("README.md describes the model: check it and set its license before you publish it")
-    manifest.write(unfinished, [n for n in manifest.files_in(unfinished) if n != "README.md"])
-  seconds = time.monotonic() - started
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-  report(f"wrote {final} in {seconds:.0f} s with at most {peak:.2f} GB of memory")
+      (unfinished / _CARD).write_text(_model_card(path, their_config, verified))
+    manifest.write(unfinished, [n for n in manifest.files_in(unfinished) if n != _CARD])
+  report(f"wrote {final}")
   return final
 
 
@@ -162,14 +155,6 @@ def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
 
 
-def _end_token(tokenizer: str | os.PathLike[str] | None) -> dict[str, int]:
-  """Returns the entry of config.json for the token that ends texts in a SentencePiece model, if it is one."""
-  files = hugging_face_folder.tokenizer_files(tokenizer)
-  model = next((file for file in files if file.suffix == ".model"), None)
-  end = -1 if model is None else load_sentencepiece(model).eos_id()
-  return {} if end < 0 else {"eos_token_id": end}
-
-
 def _prepare_destination(
   destination: str | os.PathLike[str], to: str, arrays: Arrays
 ) -> epath.Path:
@@ -186,10 +171,21 @@ def _prepare_destination(
   return final
 
 
-def _write_t5x(folder: epath.Path, arrays: Arrays, to: str) -> None:
-  arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
-  if to == "t5x-legacy":
-    items = terminal.track(arrays.items(), "writing", len(arrays), "arrays")
-    t5x_layouts.write_older(folder, items)
-  else:
-    t5x_layouts.write_orbax(folder, arrays)
+def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) -> str:
+  """Returns the model card of a folder for Transformers, with the metadata that model hubs read.
+
+  Language, license and base model are those that the source's own card states.
+
+  Args:
+    source: the converted checkpoint.
+    config: the config.json that was written.
+    verified: a sentence about the comparison of the two models.
+  """
+  from huggingface_hub import ModelCard, ModelCardData  # importing it takes time
+
+  file, (architecture,) = source / _CARD, config["architectures"]
+  data: Any = ModelCard(file.read_text()).data if file.exists() else ModelCardData()
+  data.library_name, data.tags = "transformers", [config["model_type"], "rosetta-t5"]
+  comment = "" if data.license else "\n# license: set it before you publish the model"
+  text = f"rosetta-t5 converted this {architecture} from the checkpoint {source.name}. {verified}"
+  return f"---\n{data.to_yaml()}{comment}\n---\n\n{text}.\n"

@@ -51,7 +51,6 @@ class ModelSettings:
 def read_model_settings(
   path: str | os.PathLike[str],
   arrays: Mapping[str, StoredArray],
-  activations: tuple[str, ...] | None = None,
   config: str | os.PathLike[str] | None = None,
 ) -> ModelSettings:
   """Returns the settings of a checkpoint's model.
@@ -60,7 +59,6 @@ def read_model_settings(
     path: the checkpoint. Its settings are those of the run that wrote it (model.json or config.gin in
       the folder above), else those of the config.json that it came with, else T5X's.
     arrays: its arrays.
-    activations: T5Config.mlp_activations, if the user sets them.
     config: a config.json or config.gin to read instead.
 
   Raises:
@@ -81,8 +79,6 @@ def read_model_settings(
     settings = _run_settings(file, text, "TransformerConfig" if is_gpt else "T5Config")
   elif source:
     settings = folder.network_settings(file, source, plain)
-  if activations and settings is not None:
-    settings["mlp_activations"] = activations
   network = None if settings is None else _make_network(file, plain, settings)
   is_shifted = is_gpt and (
     getattr(network, "padding_never_follows", False) or bool(_SHIFTED_VOCABULARY.search(text))

@@ -22,7 +22,6 @@ import psutil
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
@@ -39,19 +38,6 @@ _ROUNDING_FACTOR = 10.0
 # A model is computed if its parameters, in float32, take at most this share of the free memory.
 _MEMORY_SHARE = 0.3
 _INPUTS, _TARGETS = 60, 30  # tokens
-_OF_TRANSFORMERS = (
-  "logits of {tokens} tokens, by Transformers {version}: largest difference {difference}. This check "
-  "shares no code with this project; tokens that do not occur in it are not checked"
-)
-_OF_NETWORKS = (
-  "logits of {tokens} tokens, by this project's network, because {reason}: largest difference {difference}. "
-  "A mistake that reading and writing have in common cannot be seen; Transformers and PyTorch would show it"
-)
-_OF_ARRAYS = (
-  "{count} arrays were read again, one by one, and are equal{reason}. Logits were not compared: the settings "
-  "of the network, and a mistake that reading and writing have in common, cannot be seen"
-)
-
 Arrays = Mapping[str, StoredArray]
 # The encoder's inputs [1, S], and the decoder's inputs [1, T].
 Tokens = tuple[np.ndarray, np.ndarray]
@@ -81,27 +67,46 @@ def verify(
   written = read_arrays(folder)
   to_transformers = hugging_face_folder.is_hugging_face(folder)
   theirs = next(filter(hugging_face_folder.is_hugging_face, (folder, path)), None)
-  fits = _fits(sum(array.size for name, array in written.items() if name.startswith("target/")))
-  reason = "" if fits else "the model is too large for this machine's memory"
-  if fits and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-    reason = "Transformers and PyTorch are not installed"
-  is_known = settings.network is not None
-  if is_known and theirs is not None and not reason:
-    if not to_transformers:
-      compare_arrays(source, written)
-    return _compare_with_transformers(source if to_transformers else written, settings, theirs)
-  if is_known and to_transformers and fits:
-    return _compare_networks(
-      source, written, settings, read_model_settings(folder, written), reason
+  has_transformers = all(map(importlib.util.find_spec, ("torch", "transformers")))
+  size = 4 * sum(array.size for name, array in written.items() if name.startswith("target/"))
+  fits = size <= _MEMORY_SHARE * psutil.virtual_memory().available
+  is_computed = fits and settings.network is not None and (to_transformers or has_transformers)
+  if not to_transformers or not is_computed:
+    count = compare_arrays(source, written, rtol=1e-6 if to_transformers else 0.0)
+  if theirs is None or not is_computed:
+    reason = "" if fits else ", because the model is too large for this machine's memory"
+    return (
+      f"{count} arrays were read again, one by one, and are equal. Logits were not compared{reason}: the "
+      "settings of the network, and a mistake that reading and writing have in common, cannot be seen"
     )
-  count = compare_arrays(source, written, rtol=1e-6 if to_transformers else 0.0)
-  shown = f", because {reason}" if reason and to_transformers else ""
-  return _OF_ARRAYS.format(count=count, reason=shown)
+  tokens = _make_tokens(settings)
+  ours = network_outputs(source if to_transformers else written, settings, tokens)
+  by = "this project's network, because Transformers and PyTorch are not installed"
+  if has_transformers:
+    by = f"Transformers {importlib.metadata.version('transformers')}"
+    others = _transformers_outputs(theirs, settings, tokens)
+  else:
+    others = network_outputs(written, read_model_settings(folder, written), tokens)
+  difference = _largest_difference(ours, others)
+  limit = TOLERANCE * max(1.0, float(np.max(np.abs(ours))) / 10)
+  shown = f"{difference:.1e}"
+  if has_transformers and difference > limit:
+    # Sharp attention amplifies the rounding errors of float32, in Transformers too.
+    rounded = _transformers_outputs(theirs, settings, tokens, change=2.0**-24)
+    rounding = _largest_difference(others, rounded)
+    shown += f" ({rounding:.1e} in Transformers if its parameters are rounded differently)"
+    limit = max(limit, _ROUNDING_FACTOR * rounding)
+  if not difference <= limit:
+    raise ConversionError(
+      f"the logits of the source and of what was written differ by {shown}, at most {limit:.0e} is allowed, "
+      f"by {by}: nothing was kept"
+    )
+  return f"logits of {ours.shape[1]} tokens, by {by}: largest difference {shown}"
 
 
-def _fits(params: int) -> bool:
-  """Returns whether a model with this many parameters can be computed in the free memory."""
-  return params * 4 <= _MEMORY_SHARE * psutil.virtual_memory().available
+def _largest_difference(expected: np.ndarray, actual: np.ndarray) -> float:
+  # GPT's start token may have become the last one of the second vocabulary.
+  return float(np.max(np.abs(expected - actual[..., : expected.shape[-1]])))
 
 
 def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> np.ndarray:
@@ -139,36 +144,6 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
     return np.asarray(module.apply({"params": params}, *call, **options))
 
 
-def _compare_networks(
-  source: Arrays, written: Arrays, settings: ModelSettings, their: ModelSettings, reason: str
-) -> str:
-  tokens = _make_tokens(source, settings)
-  before, after = (network_outputs(*x, tokens) for x in ((source, settings), (written, their)))
-  difference, limit = _difference(before, after)
-  if difference > limit:
-    raise _conversion_error(difference, limit, "by this project's network")
-  text = f"{difference:.1e}"
-  return _OF_NETWORKS.format(tokens=before.shape[1], reason=reason, difference=text)
-
-
-def _compare_with_transformers(
-  arrays: Arrays, settings: ModelSettings, folder: str | os.PathLike[str]
-) -> str:
-  tokens = _make_tokens(arrays, settings)
-  ours = network_outputs(arrays, settings, tokens)
-  theirs = _transformers_outputs(folder, settings, tokens)
-  difference, limit = _difference(ours, theirs)
-  version = importlib.metadata.version("transformers")
-  text = f"{difference:.1e}"
-  if difference > limit:
-    # Sharp attention amplifies the rounding errors of float32, in Transformers too.
-    rounding, _ = _difference(theirs, _transformers_outputs(folder, settings, tokens, 2.0**-24))
-    text += f" ({rounding:.1e} in Transformers if its parameters are rounded differently)"
-    if difference > _ROUNDING_FACTOR * rounding:
-      raise _conversion_error(difference, max(limit, rounding), f"by Transformers {version}")
-  return _OF_TRANSFORMERS.format(tokens=ours.shape[1], version=version, difference=text)
-
-
 def _transformers_outputs(
   folder: str | os.PathLike[str], settings: ModelSettings, tokens: Tokens, change: float = 0.0
 ) -> np.ndarray:
@@ -187,11 +162,10 @@ def _transformers_outputs(
   name = hugging_face_folder.architecture(config["model_type"], settings.network)
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens
-  start = gpt.start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
-  if settings.ids_are_shifted:
-    targets_1T = np.where(targets_1T == 0, start, targets_1T - 1)
-  elif not settings.is_gpt:
-    targets_1T = np.where(targets_1T == 0, start, targets_1T)
+  is_shifted, start = settings.ids_are_shifted, 0
+  if is_shifted or not settings.is_gpt:
+    start = gpt.start_token(config) if is_shifted else settings.network.decoder_start_token_id
+  targets_1T = np.where(targets_1T == 0, start, targets_1T - is_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
     random = torch.Generator().manual_seed(0)
@@ -204,26 +178,9 @@ def _transformers_outputs(
     else:
       outputs = model(input_ids=inputs).last_hidden_state
   outputs_1TV: np.ndarray = outputs.numpy()
-  if settings.ids_are_shifted:
+  if is_shifted:
     return np.concatenate([outputs_1TV[..., start : start + 1], outputs_1TV], -1)
   return outputs_1TV
-
-
-def _conversion_error(difference: float, limit: float, name: str) -> ConversionError:
-  return ConversionError(
-    f"the logits of the source and of what was written differ by {difference:.1e} (at most {limit:.0e}), "
-    f"{name}: nothing was kept"
-  )
-
-
-def _difference(expected: np.ndarray, actual: np.ndarray) -> tuple[float, float]:
-  """Returns the largest difference of two arrays, and the largest one that rounding explains."""
-  # GPT's start token may have become the last one of the second vocabulary.
-  actual = actual[..., : expected.shape[-1]]
-  if actual.shape != expected.shape:
-    raise ConversionError(f"the shape of the logits must be {expected.shape}, got {actual.shape}")
-  limit = TOLERANCE * max(1.0, float(np.max(np.abs(expected))) / 10)
-  return float(np.max(np.abs(expected - actual))), limit
 
 
 def compare_arrays(before: Arrays, after: Arrays, rtol: float = 0.0) -> int:
@@ -262,18 +219,13 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
   )
 
 
-def _make_tokens(arrays: Arrays, settings: ModelSettings) -> Tokens:
+def _make_tokens(settings: ModelSettings) -> Tokens:
   """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
-  plain = to_plain_tree(arrays)
-  table = plain[gpt.EMBEDDING if settings.is_gpt else parameter_trees.EMBEDDING]
-  random = np.random.default_rng(0)
+  random, size = np.random.default_rng(0), settings.network.vocab_size
   # Small vocabularies, as in tests, have few ids that are not special.
-  inputs, targets = (
-    random.integers(min(3, table.shape[0] - 1), table.shape[0], (1, count))
-    for count in (_INPUTS, _TARGETS)
-  )
+  inputs, targets = (random.integers(min(3, size - 1), size, (1, n)) for n in (_INPUTS, _TARGETS))
   if settings.is_gpt:
     # Local attention needs more than its window.
-    targets = np.concatenate([targets, inputs], -1)[:, : plain[gpt.POSITIONS].shape[0]]
+    targets = np.concatenate([targets, inputs], -1)[:, : settings.network.max_length]
   targets[0, 0] = 0
   return inputs, targets

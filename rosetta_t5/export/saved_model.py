@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from flax.core import unfreeze
 
-from rosetta_t5 import checkpoints, config, terminal
+from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
-from rosetta_t5.export import inference_function, text_functions
-from rosetta_t5.export.inference_function import load_stablehlo, write_stablehlo
+from rosetta_t5.export import functions
 from rosetta_t5.files import complete_folder
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
 from rosetta_t5.plan.description import describe_run
@@ -31,9 +31,9 @@ def save(
   inference_mode: Any,
   restore_checkpoint_cfg: checkpoints.RestoreCheckpointConfig,
   exportable_module_cls: Callable[..., Any] | None = None,
-  create_preprocessor_fn: Callable[..., Any] = text_functions.create_preprocessor,
-  create_inference_function_fn: Callable[..., Any] = inference_function.create_inference_function,
-  create_postprocessor_fn: Callable[..., Any] = text_functions.create_postprocessor,
+  create_preprocessor_fn: Callable[..., Any] = functions.create_preprocessor,
+  create_inference_function_fn: Callable[..., Any] = functions.create_inference_function,
+  create_postprocessor_fn: Callable[..., Any] = functions.create_postprocessor,
   partitioner: BasePartitioner | None = None,
   create_decoding_state_callback_fn: Callable[..., Any] | None = None,
   output_features: Mapping[str, Any] | None = None,
@@ -52,7 +52,7 @@ def save(
   trailing_shapes: Mapping[str, tuple[int, ...]] | None = None,
   output_vocab_feature_name: str | None = "targets",
   signature_name: str = "serving_default",
-  create_polymorphic_shapes_fn: Callable[..., Any] = text_functions.create_batch_polymorphic_shapes,
+  create_polymorphic_shapes_fn: Callable[..., Any] = functions.create_batch_polymorphic_shapes,
 ) -> None:
   """Exports a checkpoint (T5X: export_lib.save).
 
@@ -92,7 +92,13 @@ def save(
   """
   del trailing_shapes
   folder = _select_folder(output_dir)
-  features = _select_features(mixture_or_task_name, output_features)
+  if (mixture_or_task_name is None) == (output_features is None):
+    raise ValueError(
+      "export_lib.save needs output_features or mixture_or_task_name, and not both: set the other to None"
+    )
+  features: Any = output_features
+  if features is None:
+    features = import_seqio().get_mixture_or_task(mixture_or_task_name).output_features
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
   vocabulary = features[output_vocab_feature_name].vocabulary if output_vocab_feature_name else None
   preprocess, signature = create_preprocessor_fn(
@@ -113,22 +119,14 @@ def save(
     native_lowering=native_lowering,
   )
   function = make_function(enable_jax2tf=False)
-  params = inference_function.restore_params(
+  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_checkpoint_cfg)
+  state, _ = checkpoints.restore_for_inference(
     model, restore_checkpoint_cfg, partitioner, task_feature_lengths
   )
-  tf = import_tensorflow()
+  params = jax.tree.map(np.asarray, unfreeze(state.params))
   with complete_folder(folder) as unfinished:
-    write_stablehlo(
-      unfinished / _STABLEHLO,
-      function,
-      params,
-      features=inference_function.feature_shapes(model, task_feature_lengths, batch_size),
-      about={
-        "model": model_name,
-        "mode": str(inference_mode),
-        "from": str(restore_checkpoint_cfg.path),
-      },
-    )
+    shapes = functions.feature_shapes(model, task_feature_lengths, batch_size)
+    functions.write_stablehlo(unfinished / _STABLEHLO, function, params, shapes)
     decode = not tokenized_inputs if decode_outputs is None else decode_outputs
     module = (exportable_module_cls or ExportableModule)(
       preproc_tf_fn=preprocess,
@@ -141,10 +139,11 @@ def save(
       batch_size=batch_size,
     )
     concrete = module.__call__.get_concrete_function(*signature)
-    tf.saved_model.save(module, os.fspath(unfinished), signatures={signature_name: concrete})
+    import_tensorflow().saved_model.save(
+      module, os.fspath(unfinished), signatures={signature_name: concrete}
+    )
     if warmup_examples:
-      write_requests = write_warmup_example_fn or write_warmup_examples
-      write_requests(
+      (write_warmup_example_fn or write_warmup_examples)(
         warmup_examples,
         output_dir=os.fspath(unfinished),
         model_name=model_name,
@@ -153,7 +152,8 @@ def save(
         input_tensor_name=signature[0].name,
       )
     if validation_examples:
-      _validate(unfinished, validation_examples, preprocess, function, params)
+      tokens = preprocess(import_tensorflow().constant(validation_examples))
+      _validate(unfinished, {n: np.asarray(x) for n, x in tokens.items()}, function, params)
   terminal.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
@@ -181,28 +181,25 @@ def save_model(
   if set(model.FEATURE_CONVERTER_CLS(pack=False).TASK_FEATURES) != {"inputs", "targets"}:
     raise ValueError("export needs an encoder-decoder; the features of a decoder have no inputs")
   feature = import_seqio().Feature
-  needs_python = hasattr(getattr(model.output_vocabulary, "tokenizer", None), "to_str")
-  if needs_python:
-    terminal.print_line(
-      "note: TensorFlow cannot run the model's tokenizer.json: the SavedModel maps tokens to tokens"
-    )
+  # TensorFlow cannot run a tokenizer.json.
+  maps_tokens = hasattr(getattr(model.output_vocabulary, "tokenizer", None), "to_str")
   decodes = {"num_decodes": num_decodes, "return_all_decodes": True} if num_decodes else None
   save(
     model=model,
     inference_mode="predict",
     restore_checkpoint_cfg=restore_checkpoint_cfg,
     create_inference_function_fn=functools.partial(
-      inference_function.create_inference_function, model_fn_extra_kwargs=decodes
+      functions.create_inference_function, model_fn_extra_kwargs=decodes
     ),
     output_features={
-      "inputs": feature(model.input_vocabulary, add_eos=not needs_python),
+      "inputs": feature(model.input_vocabulary, add_eos=not maps_tokens),
       "targets": feature(model.output_vocabulary),
     },
     task_feature_lengths=task_feature_lengths,
     batch_size=batch_size,
     output_dir=output_dir,
     model_name=epath.Path(output_dir).name,
-    tokenized_inputs=needs_python,
+    tokenized_inputs=maps_tokens,
   )
 
 
@@ -328,16 +325,10 @@ def write_warmup_examples(
       "warm-up requests need TensorFlow Serving's messages: pip install --no-deps "
       "tensorflow-serving-api, or remove export_lib.save.warmup_examples"
     ) from error
-
-  def wrap_request(request: Any) -> Any:
-    predict_log = prediction_log_pb2.PredictLog(request=request)
-    return prediction_log_pb2.PredictionLog(predict_log=predict_log)
-
-  log = request_to_prediction_log or wrap_request
-  folder = epath.Path(output_dir) / "assets.extra"
-  folder.mkdir(parents=True, exist_ok=True)
+  file = epath.Path(output_dir) / "assets.extra" / "tf_serving_warmup_requests"
+  file.parent.mkdir(parents=True, exist_ok=True)
   batches = generate_examples_fn() if generate_examples_fn is not None else [text_batch]
-  with tf.io.TFRecordWriter(os.fspath(folder / "tf_serving_warmup_requests")) as writer:
+  with tf.io.TFRecordWriter(os.fspath(file)) as writer:
     for batch, size in itertools.product(batches, batch_sizes):
       rows = list(batch) if size is None else list(itertools.islice(itertools.cycle(batch), size))
       request = predict_pb2.PredictRequest()
@@ -347,18 +338,17 @@ def write_warmup_examples(
       for name, dtype, shape in decoder_params_spec or ():
         zeros = tf.zeros((len(rows), *shape), dtype)
         request.inputs[name].CopyFrom(tf.make_tensor_proto(zeros))
+      log = request_to_prediction_log or (
+        lambda request: prediction_log_pb2.PredictionLog(
+          predict_log=prediction_log_pb2.PredictLog(request=request)
+        )
+      )
       writer.write(log(request).SerializeToString())
 
 
 def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
-  if not isinstance(output_dir, str) and "cpu" not in output_dir:
-    raise ValueError(
-      "export_lib.save.output_dir must be a folder or a dict with a folder for 'cpu', got folders "
-      f"for {', '.join(output_dir)}; models for TPUs are not supported"
-    )
   folder = epath.Path(output_dir if isinstance(output_dir, str) else output_dir["cpu"])
-  is_export = (folder / "saved_model.pb").exists()
-  if folder.exists() and not is_export and (not folder.is_dir() or any(folder.iterdir())):
+  if folder.exists() and any(folder.iterdir()) and not (folder / "saved_model.pb").exists():
     raise ValueError(
       "export_lib.save.output_dir must be a new folder, an empty one, or an earlier export to "
       f"replace, but {folder} contains something else: set another one"
@@ -366,30 +356,11 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
   return folder
 
 
-def _select_features(
-  task_name: str | None, output_features: Mapping[str, Any] | None
-) -> Mapping[str, Any]:
-  if (task_name is None) == (output_features is None):
-    raise ValueError(
-      "export_lib.save needs output_features or mixture_or_task_name, and not both: set the other to "
-      "None"
-    )
-  if task_name is None:
-    return output_features  # type: ignore[return-value]
-  return import_seqio().get_mixture_or_task(task_name).output_features
-
-
 def _validate(
-  folder: epath.Path,
-  examples: Sequence[Any],
-  preprocess: Callable[..., Any],
-  function: Callable[..., Any],
-  params: Any,
+  folder: epath.Path, features: functions.Features, function: functions.InferenceFn, params: Any
 ) -> None:
   """Raises ValueError unless the exported and the original model have the same outputs."""
-  tokens = preprocess(import_tensorflow().constant(examples))
-  features = {name: np.asarray(value) for name, value in tokens.items()}
-  outputs = load_stablehlo(folder / _STABLEHLO)(features)
+  outputs = functions.load_stablehlo(folder / _STABLEHLO)(features)
   expected = jax.jit(function)(jax.tree.map(jnp.asarray, params), features)
   for got, want in zip(outputs, expected, strict=True):
     if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):

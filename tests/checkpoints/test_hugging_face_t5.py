@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints import (
   UnreadableCheckpointError,
   get_first_valid_restore_config_and_paths,
 )
-from rosetta_t5.checkpoints.formats.hugging_face import folder, t5, weight_files
+from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
 from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.convert import convert
 
@@ -91,7 +91,7 @@ def test_a_file_of_pytorch_is_read_with_it_and_runs_no_code(tmp_path):
 
 
 def test_without_pytorch_a_file_of_it_is_refused_with_what_to_use(tmp_path, monkeypatch):
-  monkeypatch.setattr(weight_files.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(folder.importlib.util, "find_spec", lambda name: None)
   shutil.copy(FIXTURES / "t5_1_0/config.json", tmp_path)
   (tmp_path / "pytorch_model.bin").write_bytes(b"")
   with pytest.raises(
@@ -104,7 +104,9 @@ def test_a_truncated_file_is_reported_as_damaged(tmp_path):
   shutil.copytree(FIXTURES / "umt5", tmp_path / "cut")
   file = tmp_path / "cut/model.safetensors"
   file.write_bytes(file.read_bytes()[:-100])
-  with pytest.raises(UnreadableCheckpointError, match=r"model.safetensors is damaged: "):
+  with pytest.raises(
+    UnreadableCheckpointError, match=r"model.safetensors is damaged, or has an unknown dtype: "
+  ):
     read_arrays(tmp_path / "cut")
 
 
@@ -129,7 +131,6 @@ def test_other_families_are_refused(tmp_path):
   ("config", "error"),
   [
     ({"feed_forward_proj": "fast-gelu"}, "feed_forward_proj must name one of .* got 'fast-gelu'"),
-    ({"feed_forward_proj": "gated-relu"}, "feed_forward_proj must be not gated, such as 'relu'"),
     (
       {"model_type": "switch_transformers", "dense_act_fn": "fast-gelu"},
       "dense_act_fn must name .*got 'fast-gelu'",

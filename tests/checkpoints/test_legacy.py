@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints import (
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.formats.tensorstores import chunk_shape
+from rosetta_t5.checkpoints.formats.t5x_layouts import chunk_shape
 from t5x.checkpoints import (
   Checkpointer,
   LazyAwaitableArray,

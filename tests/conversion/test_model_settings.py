@@ -36,6 +36,3 @@ def test_activations_are_derived_from_the_weights_where_the_config_has_none(tmp_
     "gelu",
     "linear",
   )
-  assert read_model_settings(
-    tmp_path / "checkpoint_1", GATED, ("relu",)
-  ).network.mlp_activations == ("relu",)

@@ -21,7 +21,7 @@ from tiny_models import (
 )
 
 from rosetta_t5.decoding import temperature_sample
-from rosetta_t5.export.inference_function import (
+from rosetta_t5.export.functions import (
   create_inference_function,
   load_stablehlo,
   write_stablehlo,
@@ -144,7 +144,7 @@ def test_the_last_result_of_an_exported_model_is_the_fraction(tmp_path):
   (batch,) = jax.export.symbolic_shape("b")
   shapes = {n: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for n, x in BATCH.items()}
   function = create_inference_function(model=MODEL, inference_mode="predict")
-  write_stablehlo(tmp_path / "stablehlo", function, jax.device_get(PARAMS), shapes, about={})
+  write_stablehlo(tmp_path / "stablehlo", function, jax.device_get(PARAMS), shapes)
   decodes, scores, left_behind = load_stablehlo(tmp_path / "stablehlo")(BATCH)
   assert (decodes.shape, scores.shape) == ((8, 6), (8,))
   np.testing.assert_allclose(left_behind, left_behind_in_encoder(), rtol=1e-6)

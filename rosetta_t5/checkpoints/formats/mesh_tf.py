@@ -161,7 +161,7 @@ def final_logits(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
   return _name("decoder/logits_dense/kernel", slot), val
 
 
-def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
+def load_tf_ckpt(path: epath.PathLike) -> dict[str, LazyArray]:
   """Returns {TensorFlow's name: lazy array} of a checkpoint, except for variables of strings.
 
   Args:
@@ -172,8 +172,8 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
   """
   from rosetta_t5.data.tensorflow_import import import_tensorflow
 
-  prefix = _find_prefix(path)
   tf = import_tensorflow()
+  prefix = _find_prefix(tf, path)
   lock = threading.Lock()  # A reader must not be used by several threads at once.
 
   def call(function: Callable[[str], Any], argument: str) -> Any:
@@ -195,35 +195,25 @@ def load_tf_ckpt(path: str | os.PathLike[str]) -> dict[str, LazyArray]:
   }
 
 
-def _find_prefix(path: str | os.PathLike[str]) -> str:
+def _find_prefix(tf: Any, path: epath.PathLike) -> str:
   """Returns the prefix of the checkpoint at `path`, which is a prefix or a folder."""
-  given = epath.Path(path)
-  if epath.Path(f"{given}.index").exists():
-    return os.fspath(given)
-  # The path may be that of the file `checkpoint`, which names the latest checkpoint.
-  folder = given.parent if given.is_file() else given
-  state = folder / "checkpoint"
-  text = state.read_bytes().decode("utf-8", "replace") if state.exists() else ""
-  if match := re.search(r'^model_checkpoint_path:\s*"(.*)"', text, re.MULTILINE):
-    # Only the name in this path is used, because the folder may have been moved.
-    prefix = folder / os.path.basename(match[1])
-    if epath.Path(f"{prefix}.index").exists():
-      return os.fspath(prefix)
-  # A folder that was copied in part may lack the file that names the latest checkpoint.
-  found = sorted(
-    folder.glob("*.ckpt-*.index"),
-    key=lambda file: max(map(int, re.findall(r"ckpt-(\d+)", file.name)), default=0),
-  )
+  folder = epath.Path(path)
+  if epath.Path(f"{folder}.index").exists():
+    return os.fspath(folder)
+  # The file `checkpoint` is missing in a folder that was copied in part, and wrong in one that was moved.
+  if latest := tf.train.latest_checkpoint(os.fspath(folder)):
+    return str(latest)
+  found = {int(file.stem.rpartition("-")[2]): file for file in folder.glob("*.ckpt-*.index")}
   if not found:
     raise ValueError(
       f"{path} is not a TensorFlow checkpoint: there is no file PREFIX.index such as "
       "model.ckpt-1000000.index"
     )
-  return os.fspath(found[-1]).removesuffix(".index")
+  return os.fspath(found[max(found)]).removesuffix(".index")
 
 
 def read_arrays(
-  path: str | os.PathLike[str], translator: CheckpointTranslator | None = None
+  path: epath.PathLike, translator: CheckpointTranslator | None = None
 ) -> dict[str, Any]:
   """Returns {T5X's name: array} of the Mesh TensorFlow checkpoint at `path`.
 

@@ -7,11 +7,12 @@ here need a part of one array at a time, for conversions of models that do not f
 from __future__ import annotations
 
 import json
+import math
 import os
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 from etils import epath
@@ -20,8 +21,7 @@ from flax import serialization
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays import state_dicts
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
-from rosetta_t5.checkpoints.formats import tensorstores
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, as_stored_array
 from rosetta_t5.files import expect_content, read_json_object
 
 # The version of T5X's older layout.
@@ -30,10 +30,13 @@ VERSION = 3
 _INDEX = "checkpoint"
 _PLACEHOLDER = "PLACEHOLDER://"  # In early Orbax, the path of an array follows it.
 _METADATA = "_METADATA"
-_COMMITTED = "Checkpoint commit was successful"
 _HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _SMALL_BYTES = 100_000
 _DICT_KEY = 2  # Orbax's number for a key of a dict.
+# T5X's chunk size: large enough for remote storage, small enough to be read in parts.
+_CHUNK_BYTES = 64 * 1024 * 1024
+_LIMITED_CACHE = {"cache_pool": {"total_bytes_limit": 100_000_000}}
+_ALIGNMENT = 64
 
 Specs = dict[str, dict[str, Any]]
 
@@ -53,7 +56,7 @@ def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     values, specs = _read_early_orbax(folder)
   if has_metadata:
     specs = _read_metadata(folder)
-  return {**values, **tensorstores.open_arrays(specs)}
+  return {**values, **_open_arrays(specs)}
 
 
 def _read_metadata(folder: epath.Path) -> Specs:
@@ -72,9 +75,10 @@ def _read_metadata(folder: epath.Path) -> Specs:
       if not is_array or value.get("skip_deserialize"):
         continue
       inner = ".".join(keys)
-      database = {"driver": "ocdbt", "base": tensorstores.kvstore(folder), "path": inner + "/"}
-      store = database if is_ocdbt else tensorstores.kvstore(tensorstores.inner_path(folder, inner))
-      specs["/".join(keys)] = {"driver": driver, "kvstore": store}
+      spec = _zarr(folder, inner, driver)
+      if is_ocdbt:
+        spec["kvstore"] = {"driver": "ocdbt", "base": _kvstore(folder), "path": inner + "/"}
+      specs["/".join(keys)] = spec
   return specs
 
 
@@ -88,10 +92,7 @@ def _read_early_orbax(folder: epath.Path) -> tuple[dict[str, StoredArray], Specs
     flat = state_dicts.flatten_state_dict(tree)
   for name, value in flat.items():
     if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-      store = tensorstores.kvstore(
-        tensorstores.inner_path(folder, value.removeprefix(_PLACEHOLDER))
-      )
-      specs[name] = {"driver": "zarr", "kvstore": store}
+      specs[name] = _zarr(folder, value.removeprefix(_PLACEHOLDER))
     elif isinstance(value, np.ndarray | int | float):
       values[name] = as_stored_array(value)
   return values, specs
@@ -109,38 +110,20 @@ def write_orbax(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray
   root = epath.Path(folder)
   state = root / "state"
   state.mkdir(parents=True)
-  started = time.time_ns()
-  context = tensorstores.limited_cache()
+  context = ts.Context(_LIMITED_CACHE)
   # Each commit to the database takes time, so all small arrays are written in one transaction.
   small_arrays = ts.Transaction()
   for name, array in terminal.track(arrays.items(), "writing", len(arrays), "arrays"):
     database = {
       "driver": "ocdbt",
-      "base": tensorstores.kvstore(state),
+      "base": _kvstore(state),
       "path": name.replace("/", ".") + "/",
       "config": {"max_inline_value_bytes": 1024},
     }
     transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
     # Training runs do not compress their checkpoints either.
-    tensorstores.write_array(
-      database, array, compressor=None, transaction=transaction, context=context
-    )
+    _write_array(database, array, compressor=None, transaction=transaction, context=context)
   small_arrays.commit_sync()
-  (state / _METADATA).write_text(json.dumps(_tree_metadata(arrays)))
-  (state / "commit_success.txt").write_text(_COMMITTED)
-  step = {
-    "item_handlers": {"state": _HANDLER},
-    "metrics": {},
-    "performance_metrics": {},
-    "init_timestamp_nsecs": started,
-    "commit_timestamp_nsecs": time.time_ns(),
-    "custom_metadata": {},
-  }
-  (root / "_CHECKPOINT_METADATA").write_text(json.dumps(step))
-  (root / "commit_success.txt").write_text(_COMMITTED)
-
-
-def _tree_metadata(arrays: Iterable[str]) -> dict[str, Any]:
   entries = {}
   for name in arrays:
     keys = tuple(name.split("/"))
@@ -148,13 +131,17 @@ def _tree_metadata(arrays: Iterable[str]) -> dict[str, Any]:
       "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
       "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
     }
-  return {
+  metadata = {
     "tree_metadata": entries,
     "use_ocdbt": True,
     "use_zarr3": False,
     "store_array_data_equal_to_fill_value": True,
     "custom_metadata": None,
   }
+  (state / _METADATA).write_text(json.dumps(metadata))
+  (root / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": {"state": _HANDLER}}))
+  for written in (state, root):
+    (written / "commit_success.txt").write_text("Checkpoint commit was successful")
 
 
 def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -168,19 +155,18 @@ def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   contents = state_dicts.read_state_dict(index)
   with expect_content(index, "the arrays of a checkpoint"):
     flat = state_dicts.flatten_state_dict(contents.get("optimizer", contents))
-    specs = {n: _spec(index.parent, value) for n, value in flat.items() if isinstance(value, dict)}
+    # TensorStore before 0.1.14 wrote the path outside `kvstore`.
+    specs = {
+      name: _zarr(index.parent, value["kvstore"].get("path") or value["path"])
+      for name, value in flat.items()
+      if isinstance(value, dict)
+    }
   values = {
     name: as_stored_array(value)
     for name, value in flat.items()
     if isinstance(value, np.ndarray | np.generic | int | float)
   }
-  return {**values, **tensorstores.open_arrays(specs)}
-
-
-def _spec(folder: epath.Path, value: Mapping[str, Any]) -> dict[str, Any]:
-  # TensorStore before 0.1.14 wrote the path outside `kvstore`.
-  inner = tensorstores.inner_path(folder, value["kvstore"].get("path") or value["path"])
-  return {"driver": "zarr", "kvstore": tensorstores.kvstore(inner)}
+  return {**values, **_open_arrays(specs)}
 
 
 def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]]) -> None:
@@ -200,10 +186,110 @@ def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]
       index[name] = None if array is None else array.get()
       continue
     inner = name.replace("/", ".")
-    store = tensorstores.kvstore(root / inner)
-    spec = tensorstores.write_array(store, array, compressor={"id": "gzip", "level": 1})
+    store = _kvstore(root / inner)
+    spec = _write_array(store, array, compressor={"id": "gzip", "level": 1})
     # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
   contents = {"version": VERSION, "optimizer": state_dicts.unflatten_state_dict(index)}
   (root / _INDEX).write_bytes(serialization.msgpack_serialize(contents))
+
+
+def _kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
+  """Returns TensorStore's description of a folder, which is local or on gs://."""
+  text = os.fspath(path)
+  if text.startswith("gs://"):
+    bucket, _, inner = text.removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": inner.rstrip("/") + "/"}
+  return {"driver": "file", "path": os.path.abspath(text) + "/"}
+
+
+def _zarr(folder: epath.Path, path: str, driver: str = "zarr") -> dict[str, Any]:
+  """Returns TensorStore's spec of the array at a relative path that a file in `folder` names.
+
+  Raises:
+    ValueError: the path leads outside the folder.
+  """
+  if not isinstance(path, str) or ".." in path.split("/"):
+    raise ValueError(f"the files of {folder} must be inside this folder, got the path {path!r}")
+  return {"driver": driver, "kvstore": _kvstore(folder / path.strip("/"))}
+
+
+def _open_arrays(specs: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredArray]:
+  """Returns {name: array} of the arrays that `specs` describe; their values are read later.
+
+  Args:
+    specs: TensorStore's driver and kvstore of each array. All arrays are opened at once.
+  """
+  context = ts.Context(_LIMITED_CACHE)
+
+  def open_all(specs: Mapping[str, Mapping[str, Any]], **options: Any) -> dict[str, ts.TensorStore]:
+    futures = {
+      name: ts.open({**spec, **(options if spec["driver"] == "zarr" else {})}, context=context)
+      for name, spec in specs.items()
+    }
+    return {name: future.result() for name, future in futures.items()}
+
+  # A zarr array without a fill value has all its chunks, so a missing chunk is an error.
+  stores = open_all(specs, fill_missing_data_reads=False)
+  stores |= open_all({n: specs[n] for n, store in stores.items() if store.fill_value is not None})
+  return {name: _as_array(store) for name, store in stores.items()}
+
+
+def _as_array(store: ts.TensorStore) -> StoredArray:
+  dtype = store.dtype.numpy_dtype
+  # Version 2 of T5X's layout stores bfloat16 as its bits.
+  is_bfloat16 = dtype == np.uint16
+  # TensorStore aborts the process if it cannot allocate a chunk.
+  chunk = tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
+  if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
+    raise ValueError(
+      f"{store.kvstore.path if store.kvstore else ''} is damaged: its chunks of shape {chunk} are "
+      f"larger than the array, whose shape is {store.shape}"
+    )
+
+  def read(index: Index) -> np.ndarray:
+    part = store[index] if index else store
+    # JAX's CPU devices use memory of this alignment without a copy.
+    memory = np.empty(part.size * dtype.itemsize + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    values = memory[start : start + part.size * dtype.itemsize].view(dtype).reshape(part.shape)
+    ts.array(values).write(part).result()
+    return values.view(jnp.bfloat16) if is_bfloat16 else values
+
+  return StoredArray(store.shape, jnp.bfloat16 if is_bfloat16 else dtype, read)
+
+
+def _write_array(
+  store: Mapping[str, Any], array: StoredArray, compressor: Any, **options: Any
+) -> dict[str, Any]:
+  """Writes an array in zarr's format, one row of chunks at a time, and returns its spec.
+
+  Args:
+    store: TensorStore's description of where to write.
+    array: the array.
+    compressor: zarr's description of a compressor, or None.
+    **options: passed to `tensorstore.open`.
+  """
+  chunks = chunk_shape(array.shape, _CHUNK_BYTES // array.dtype.itemsize)
+  metadata = {"shape": list(array.shape), "chunks": chunks, "compressor": compressor}
+  spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": dict(store), "metadata": metadata}
+  target = ts.open(spec, create=True, **options).result()
+  if not (array.shape and array.sliceable):
+    target.write(array.get()).result()
+    return spec
+  for start in range(0, array.shape[0], max(1, chunks[0])):
+    rows = (slice(start, min(start + chunks[0], array.shape[0])), *[slice(None)] * (array.ndim - 1))
+    target[rows].write(array.read(rows)).result()
+  return spec
+
+
+def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:
+  """Returns the shape of equal chunks of at most `limit` values, split along the largest dimensions."""
+  chunks = list(shape)
+  while math.prod(chunks) > limit:
+    largest = max(range(len(chunks)), key=chunks.__getitem__)
+    chunks[largest] = next(
+      size for size in range(chunks[largest] - 1, 0, -1) if shape[largest] % size == 0
+    )
+  return chunks

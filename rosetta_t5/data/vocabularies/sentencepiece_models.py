@@ -66,14 +66,6 @@ def load_sentencepiece(path: str | os.PathLike[str], extra_ids: int = 0) -> Any:
   raise ValueError(f"{path} is not a SentencePiece model, or is damaged: give another file")
 
 
-def read_padded_model(path: str | os.PathLike[str]) -> bytes:
-  """Returns a file's model in which id 0 is padding: the file's bytes, unless `reserve_padding` changes it."""
-  model = pathlib.Path(path).read_bytes()
-  given = _load(model)
-  padded = reserve_padding(given, os.fspath(path))
-  return model if padded is given else padded.serialized_model_proto()
-
-
 def load_vocabulary_model(
   load: Callable[..., Any], path: str | os.PathLike[str], extra_ids: int, *options: Any
 ) -> Any:

@@ -6,31 +6,45 @@ A model on Hugging Face's hub is a name such as google/flan-t5-small, which beco
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from etils import epath
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5, weight_files
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import list_names
-from rosetta_t5.files import read_json_object
+from rosetta_t5 import terminal
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
+from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, list_names
+from rosetta_t5.files import expect_content, read_json_object
 
 CONFIG = "config.json"
 SENTENCEPIECE = "spiece.model"
-FAMILIES = (*t5.FAMILIES, *gpt.FAMILIES)
+# {model_type: the module of its weights and settings}
+_MODULES: dict[str, Any] = {name: module for module in (t5, gpt) for name in module.FAMILIES}
+FAMILIES = tuple(_MODULES)
+# Where weights are looked for, in this order.
+_WEIGHTS = (
+  *("model.safetensors.index.json", "model.safetensors"),
+  *("pytorch_model.bin.index.json", "pytorch_model.bin"),
+)
+_SHARD = re.compile(r"[^/\\\0]+\.(safetensors|bin)")
+_SHARD_BYTES = 2_000_000_000  # A file is in memory while it is written.
 _TOKENIZER = re.compile(
   r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
 )
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Entries that may be null, which stands for a size that is derived from others.
-_NULLABLE = ("num_decoder_layers", "n_inner", "intermediate_size")
+# Entries of a source's config.json that a conversion does not keep, because the class derives them.
+_NOT_KEPT = ("_name_or_path", "scale_decoder_outputs", "attention_layers", gpt.PADDING_IS_TOKEN_0)
 _log = logging.getLogger(__name__)
 
 
@@ -63,35 +77,36 @@ def local_folder(source: epath.PathLike) -> str:
   return str(folder)
 
 
-def is_hugging_face(path: str | os.PathLike[str]) -> bool:
+def _find_weights(folder: epath.Path) -> epath.Path | None:
+  """Returns a folder's file of weights, or the index if there are several files; None without both."""
+  return next((folder / name for name in _WEIGHTS if (folder / name).exists()), None)
+
+
+def is_hugging_face(path: epath.PathLike) -> bool:
   """Returns whether `path` is a folder with config.json and files of weights."""
   root = epath.Path(path)
-  return root.is_dir() and (root / CONFIG).exists() and weight_files.find(root) is not None
-
-
-def is_gpt(config: Mapping[str, Any]) -> bool:
-  """Returns whether a config.json belongs to a decoder."""
-  return config.get("model_type") in gpt.FAMILIES
-
-
-def has_shifted_ids(config: Mapping[str, Any]) -> bool:
-  """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
-  return is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
-
-
-def _family(config: Mapping[str, Any]) -> Any:
-  return gpt if is_gpt(config) else t5
+  return root.is_dir() and (root / CONFIG).exists() and _find_weights(root) is not None
 
 
 def architecture(model_type: str, network: Any) -> str:
   """Returns the class in Transformers for a family and the network's config."""
+  name: str = _MODULES[model_type].FAMILIES[model_type]
   if model_type in gpt.FAMILIES:
-    return gpt.FAMILIES[model_type]
-  suffix = "ForConditionalGeneration" if network.num_decoder_layers else "EncoderModel"
-  return t5.FAMILIES[model_type] + suffix
+    return name
+  return name + ("ForConditionalGeneration" if network.num_decoder_layers else "EncoderModel")
 
 
-def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
+def is_gpt(config: Config) -> bool:
+  """Returns whether a config.json belongs to a decoder."""
+  return config.get("model_type") in gpt.FAMILIES
+
+
+def has_shifted_ids(config: Config) -> bool:
+  """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
+  return is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+
+
+def read_config(file: epath.PathLike) -> dict[str, Any]:
   """Returns the content of a config.json.
 
   Raises:
@@ -99,9 +114,9 @@ def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
   """
   config = read_json_object(file)
   family = config.get("model_type")
-  if family not in list(FAMILIES):  # A list also accepts values that cannot be hashed.
+  if family not in FAMILIES:
     raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-  for key, value in _family(config).FIXED.items():
+  for key, value in _MODULES[str(family)].FIXED.items():
     if config.get(key, value) != value:
       raise ValueError(
         f"{file}: {key} must be {value}, got {config[key]!r}, which this project's {family} does not "
@@ -110,7 +125,7 @@ def read_config(file: str | os.PathLike[str]) -> dict[str, Any]:
   return config
 
 
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {our name: array} of the folder at `path`, in the plain tree; values are read later.
 
   Raises:
@@ -119,9 +134,9 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   root = epath.Path(path)
   config = read_config(root / CONFIG)
-  family = _family(config)
+  family = _MODULES[config["model_type"]]
   # Transformers adds this prefix where a GPT is saved with its output layer.
-  weights = {name.removeprefix("transformer."): x for name, x in weight_files.read(root).items()}
+  weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
   if ignored := [name for name in weights if family.IGNORED.fullmatch(name)]:
     _report_ignored(os.fspath(root), list_names(ignored))
   used = {name: array for name, array in weights.items() if name not in ignored}
@@ -135,10 +150,8 @@ def _report_ignored(folder: str, names: str) -> None:
   _log.warning("%s: these weights are not used, as in Transformers: %s", folder, names)
 
 
-def network_settings(
-  file: str | os.PathLike[str], config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> dict[str, Any]:
-  """Returns the fields of T5Config or TransformerConfig for a model, after comparing the two arguments.
+def network_settings(file: epath.PathLike, config: Config, arrays: Arrays) -> dict[str, Any]:
+  """Returns the fields of T5Config or TransformerConfig for a model; sizes are those of its arrays.
 
   Args:
     file: the path of config.json, for messages.
@@ -146,28 +159,19 @@ def network_settings(
     arrays: the model's arrays in the plain tree, by our names.
 
   Raises:
-    ValueError: the shapes of the arrays contradict the sizes in config.json, or it has settings that
-      our networks do not.
+    ValueError: config.json has settings that our networks do not.
   """
-  family, sizes = _family(config), _family(config).sizes(arrays)
-  sizes["vocab_size"] -= has_shifted_ids(config)
-  entries = gpt.SIZES[config["model_type"]] if is_gpt(config) else t5.SIZES
-  for entry, field in (entries | {"vocab_size": "vocab_size"}).items():
-    size = sizes.get(field)
-    value = config.get(entry, size)
-    if size and value != size and not (value is None and entry in _NULLABLE):
-      raise ValueError(f"{file}: {entry} must be {size}, as in the weights, got {value!r}")
   try:
-    settings: dict[str, Any] = family.network_settings(config, arrays)
+    settings: dict[str, Any] = _MODULES[config["model_type"]].network_settings(config, arrays)
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from None
   return settings
 
 
 def make_config_and_weights(
-  arrays: Mapping[str, StoredArray],
+  arrays: Arrays,
   network: Any,
-  source_config: Mapping[str, Any],
+  source_config: Config,
   ids_are_shifted: bool = False,
   model_type: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, StoredArray]]:
@@ -183,36 +187,33 @@ def make_config_and_weights(
   Raises:
     ValueError: Transformers has no architecture for the model.
   """
-  if any(name.startswith("target/encoder/") for name in arrays):
-    table = arrays[t5.EMBEDDING]
-    family = model_type or t5.find_family(arrays, source_config)
-    entries = t5.make_config(arrays, network, family, source_config)
-  else:
-    gpt.check_is_gpt(arrays)
-    if network is None:
-      raise ValueError(
-        "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
-        "config.gin of the run that trained it, or to the config.json that it came with"
-      )
-    table = arrays[gpt.EMBEDDING]
-    family = model_type or gpt.find_family(network)
-    entries = gpt.make_config(arrays, network, family, source_config, ids_are_shifted)
+  module: Any = t5 if any(name.startswith("target/encoder/") for name in arrays) else gpt
+  derived = module.find_family(arrays, network, source_config)
+  family = model_type or derived
+  if family not in module.FAMILIES:
+    raise ValueError(f"--model-type must be one of {', '.join(module.FAMILIES)} for this model")
+  dtype = arrays[module.EMBEDDING].dtype.name
+  is_same = source_config.get("model_type") in module.FAMILIES
+  kept = {key: source_config[key] for key in source_config if is_same and key not in _NOT_KEPT}
   config = {
-    **entries,
+    **module.DEFAULTS,
+    **kept,
+    **{entry: getattr(network, field) for entry, field in module.SIZES[family].items()},
+    **module.make_config(arrays, network, family, source_config, ids_are_shifted),
     "model_type": family,
     "architectures": [architecture(family, network)],
-    "dtype": table.dtype.name,
-    "torch_dtype": table.dtype.name,
+    "dtype": dtype,
+    "torch_dtype": dtype,
     "transformers_version": "5.0.0",
   }
-  return config, _family(config).make_weights(arrays, network, config)
+  return config, module.make_weights(arrays, network, config)
 
 
 def write(
-  folder: str | os.PathLike[str],
-  weights: Mapping[str, StoredArray],
-  config: Mapping[str, Any],
-  tokenizer: str | os.PathLike[str] | None = None,
+  folder: epath.PathLike,
+  weights: Arrays,
+  config: Config,
+  tokenizer: epath.PathLike | None = None,
 ) -> None:
   """Writes the weights (in shards if they are large), config.json and a tokenizer's files.
 
@@ -223,14 +224,14 @@ def write(
   from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import complete_tokenizer
 
   root = epath.Path(folder)
-  weight_files.write(root, weights)
+  _write_weights(root, weights)
   for file in tokenizer_files(tokenizer):
     shutil.copyfile(file, root / (SENTENCEPIECE if file.suffix == ".model" else file.name))
   config = {**config, **complete_tokenizer(root, config)}
   (root / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def tokenizer_files(path: str | os.PathLike[str] | None) -> list[epath.Path]:
+def tokenizer_files(path: epath.PathLike | None) -> list[epath.Path]:
   """Returns the tokenizer's files in a folder, or the one file at `path`.
 
   Raises:
@@ -244,3 +245,87 @@ def tokenizer_files(path: str | os.PathLike[str] | None) -> list[epath.Path]:
   if not given.is_dir():
     return [given]
   return sorted(file for file in given.iterdir() if _TOKENIZER.fullmatch(file.name))
+
+
+def _read_weights(folder: epath.Path) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} of all files of weights; the values are read later.
+
+  Raises:
+    ValueError: files are missing or damaged, or PyTorch is needed to read them.
+  """
+  file = _find_weights(folder)
+  if file is None:
+    raise ValueError(f"{folder} must contain one of {', '.join(_WEIGHTS)}, got none")
+  shards = [file.name]
+  if file.suffix == ".json":
+    with expect_content(file, "the file of each weight"):
+      shards = sorted({str(shard) for shard in read_json_object(file)["weight_map"].values()})
+  weights: dict[str, StoredArray] = {}
+  for shard in shards:
+    if not _SHARD.fullmatch(shard):
+      raise ValueError(f"{file}: weight_map must name files of the same folder, got {shard!r}")
+    if not (folder / shard).exists():
+      raise ValueError(f"{folder / shard} is missing, although the folder's index lists it")
+    read = _read_safetensors if shard.endswith(".safetensors") else _read_torch
+    weights |= read(folder / shard)
+  return weights
+
+
+def _read_safetensors(path: epath.Path) -> dict[str, StoredArray]:
+  arrays = {}
+  try:
+    with safe_open(path, "numpy") as file:
+      for name in file.offset_keys():
+        shape = file.get_slice(name).get_shape()
+        no_rows = tuple(slice(0) for _ in shape[:1])
+        dtype = np.asarray(file.get_slice(name)[no_rows or ...]).dtype
+        arrays[name] = StoredArray(shape, dtype, functools.partial(_read_part, path, name))
+  except (SafetensorError, OSError, AttributeError) as error:  # which do not name the file
+    raise ValueError(f"{path} is damaged, or has an unknown dtype: {error}") from error
+  return arrays
+
+
+def _read_part(path: epath.Path, name: str, index: Index) -> np.ndarray:
+  # Each read maps the file anew, so that the pages of earlier reads are not kept in memory.
+  with safe_open(path, "numpy") as file:
+    return np.asarray(file.get_slice(name)[index or ...])
+
+
+def _read_torch(path: epath.Path) -> dict[str, StoredArray]:
+  if importlib.util.find_spec("torch") is None:
+    raise ValueError(
+      f"{path} can only be read with PyTorch, which is not installed: use a folder with "
+      "model.safetensors, or run pip install torch"
+    )
+  import torch
+
+  def as_array(tensor: Any) -> StoredArray:
+    dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
+    stored = tensor.view(torch.int16) if dtype == jnp.bfloat16 else tensor  # numpy has no bfloat16
+    return StoredArray(tensor.shape, dtype, lambda index: stored[index].numpy().view(dtype))
+
+  try:
+    state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+  except Exception as error:  # Unpickling may raise any class of errors.
+    raise ValueError(f"{path} is not a file of weights, or is damaged: {error}") from error
+  return {name: as_array(x) for name, x in state.items() if isinstance(x, torch.Tensor)}
+
+
+def _write_weights(folder: epath.Path, weights: Arrays) -> None:
+  """Writes safetensors files: several with an index if the weights have more than 2 GB."""
+  from huggingface_hub import split_state_dict_into_shards_factory  # importing it takes time
+
+  split = split_state_dict_into_shards_factory(
+    dict(weights),
+    get_storage_size=lambda array: array.nbytes,
+    filename_pattern="model{suffix}.safetensors",
+    max_shard_size=_SHARD_BYTES,
+  )
+  for file, names in split.filename_to_tensors.items():
+    tracked = terminal.track(names, f"writing {file}", len(names), "arrays")
+    # safetensors requires arrays in C's order.
+    tensors = {name: np.asarray(weights[name].get(), order="C") for name in tracked}
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+  if split.is_sharded:
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    (folder / _WEIGHTS[0]).write_text(json.dumps(index, indent=2))

@@ -8,9 +8,7 @@ a copy of the row of `<|endoftext|>`, the token that these models have seen befo
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ import numpy as np
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import WeightMapping, count_layers
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
 # {model_type: the class in Transformers}
@@ -32,6 +30,7 @@ FIXED = {
   "add_cross_attention": False,
   "tie_word_embeddings": True,
 }
+DEFAULTS: Config = {}
 # {family: {entry of config.json: field of TransformerConfig}} of the sizes.
 SIZES = {
   "gpt2": {
@@ -98,21 +97,19 @@ def _unsupported_biases(family: str, layers: int) -> list[str]:
   return [name.format(n=n) for n in range(layers) for name in names]
 
 
-def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
+def sizes(arrays: Arrays) -> dict[str, int]:
   """Returns the fields of TransformerConfig that the shapes of arrays in the plain tree show."""
   rows, width = arrays[EMBEDDING].shape
   return {
     "vocab_size": rows,
     "emb_dim": width,
     "max_length": arrays[POSITIONS].shape[0],
-    "num_layers": count_layers(arrays, "target/decoder/layers_"),
+    "num_layers": name_tables.count_layers(arrays, "target/decoder/layers_"),
     "mlp_dim": arrays["target/decoder/layers_0/mlp/wi/kernel"].shape[1],
   }
 
 
-def network_settings(
-  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> dict[str, Any]:
+def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of TransformerConfig for the config.json of a GPT-2 or GPT-Neo and its arrays.
 
   Raises:
@@ -146,18 +143,13 @@ def network_settings(
   }
 
 
-def _layer_kinds(layers: int) -> list[str]:
-  """Returns the kinds of attention of GPT-Neo's layers, which alternate."""
-  return [("global", "local")[layer % 2] for layer in range(layers)]
-
-
-def _local_attention_window(config: Mapping[str, Any]) -> int | None:
+def _local_attention_window(config: Config) -> int | None:
   """Returns the window of GPT-Neo's local layers, in positions; None if there are no such layers."""
   layers, types = config.get("num_layers", 0), config.get("attention_types", [])
   kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
-  if kinds in ([], ["global"] * layers):
+  if "local" not in kinds:
     return None
-  if kinds != _layer_kinds(layers):
+  if kinds != [("global", "local")[layer % 2] for layer in range(layers)]:
     raise ValueError(
       f"attention_types must alternate between 'global' and 'local', beginning with 'global', for "
       f"{layers} layers, got {types}"
@@ -166,9 +158,7 @@ def _local_attention_window(config: Mapping[str, Any]) -> int | None:
   return window
 
 
-def read_arrays(
-  weights: Mapping[str, StoredArray], config: Mapping[str, Any]
-) -> dict[str, StoredArray]:
+def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {our name: array} of a model's weights; the values are read later.
 
   Args:
@@ -188,13 +178,15 @@ def read_arrays(
     start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  for name in _unsupported_biases(family, count_layers(arrays, "target/decoder/layers_")):
+  for name in _unsupported_biases(
+    family, name_tables.count_layers(arrays, "target/decoder/layers_")
+  ):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
     arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
 
 
-def start_token(config: Mapping[str, Any]) -> int:
+def start_token(config: Config) -> int:
   """Returns the token that starts a text; 0 if config.json names none that is in the vocabulary."""
   for name in ("bos_token_id", "eos_token_id"):
     token = config.get(name)
@@ -203,9 +195,13 @@ def start_token(config: Mapping[str, Any]) -> int:
   return 0
 
 
-def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
-  """Raises ValueError unless weights in the plain tree are those of a GPT."""
-  layers = range(count_layers(arrays, "target/decoder/layers_"))
+def find_family(arrays: Arrays, network: TransformerConfig | None, source_config: Config) -> str:
+  """Returns the family of a decoder: GPT-Neo if it has local layers or does not scale queries.
+
+  Raises:
+    ValueError: the weights are not those of a GPT, or the network's settings are not known.
+  """
+  layers = range(name_tables.count_layers(arrays, "target/decoder/layers_"))
   names = {x.format(n=n) for row in _weight_table("gpt2") for x in row.ours for n in layers}
   if differing := names ^ arrays.keys():
     raise ValueError(
@@ -213,20 +209,24 @@ def check_is_gpt(arrays: Mapping[str, StoredArray]) -> None:
       "norms, biases, one activation, and the embedding table as their output layer. This one differs "
       f"in {name_tables.list_names(differing)}{_OTHER_LAYOUTS}"
     )
-
-
-def find_family(config: TransformerConfig) -> str:
-  """Returns the family of a decoder: GPT-Neo if it has local layers or does not scale queries."""
-  scales_queries = config.scale_queries or config.scale_attn_logits
-  is_neo = config.local_attention_window is not None or not scales_queries
+  if network is None:
+    raise ValueError(
+      "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
+      "config.gin of the run that trained it, or to the config.json that it came with"
+    )
+  is_neo = network.local_attention_window is not None or not _scales_queries(network)
   return "gpt_neo" if is_neo else "gpt2"
 
 
+def _scales_queries(network: TransformerConfig) -> bool:
+  return network.scale_queries or network.scale_attn_logits
+
+
 def make_config(
-  arrays: Mapping[str, StoredArray],
+  arrays: Arrays,
   network: TransformerConfig,
   family: str,
-  source_config: Mapping[str, Any],
+  source_config: Config,
   ids_are_shifted: bool,
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in the plain tree.
@@ -235,18 +235,14 @@ def make_config(
     arrays: the weights by our names.
     network: the settings of the network.
     family: 'gpt2' or 'gpt_neo'.
-    source_config: the config.json that the model came with, whose other entries are kept; or {}.
+    source_config: the config.json that the model came with; or {}.
     ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
 
   Raises:
     ValueError: the family does not support the config, or the config does not match these weights.
   """
   _check_network(arrays, network, family)
-  kept = source_config if source_config.get("model_type") == family else {}
-  not_kept = ("_name_or_path", PADDING_IS_TOKEN_0)
   return {
-    **{key: value for key, value in kept.items() if key not in not_kept},
-    **{entry: getattr(network, field) for entry, field in SIZES[family].items()},
     **(_attention_types(network) if family == "gpt_neo" else {}),
     **_vocabulary_entries(arrays[EMBEDDING], ids_are_shifted, source_config),
     "activation_function": name_tables.their_activation(network.mlp_activations[0]),
@@ -255,9 +251,7 @@ def make_config(
   }
 
 
-def _check_network(
-  arrays: Mapping[str, StoredArray], network: TransformerConfig, family: str
-) -> None:
+def _check_network(arrays: Arrays, network: TransformerConfig, family: str) -> None:
   width, window = arrays[EMBEDDING].shape[1], network.local_attention_window
   kernel_width = arrays["target/decoder/layers_0/self_attention/query/kernel"].shape[1]
   reason = ""
@@ -268,6 +262,11 @@ def _check_network(
     )
   elif family == "gpt2" and window is not None:
     reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
+  elif network.divide_tied_logits or _scales_queries(network) != (family == "gpt2"):
+    reason = (
+      "divide_tied_logits must be False, and scale_queries True for gpt2 and False for gpt_neo, got "
+      f"{network.divide_tied_logits} and {network.scale_queries}"
+    )
   elif any(np.any(arrays[x].get()) for x in _unsupported_biases(family, network.num_layers)):
     reason = "the biases of queries, keys and values must be zero, but they are not" + (
       "" if window else "; --model-type gpt2 supports them"
@@ -281,43 +280,35 @@ def _check_network(
 def _attention_types(config: TransformerConfig) -> dict[str, Any]:
   layers, window = config.num_layers, config.local_attention_window
   if window is None:
-    return {"attention_types": [[["global"], layers]], "attention_layers": ["global"] * layers}
+    return {"attention_types": [[["global"], layers]]}
   groups: list[Any] = [[["global", "local"], layers // 2]] if layers > 1 else []
   groups += [[["global"], 1]] if layers % 2 else []
-  kinds = _layer_kinds(layers)
-  return {"attention_types": groups, "attention_layers": kinds, "window_size": window}
+  return {"attention_types": groups, "window_size": window}
 
 
 def _vocabulary_entries(
-  table: StoredArray, ids_are_shifted: bool, source_config: Mapping[str, Any]
+  table: StoredArray, ids_are_shifted: bool, source_config: Config
 ) -> dict[str, Any]:
-  """Returns the vocabulary size and the special tokens in config.json."""
+  """Returns the vocabulary size and the special tokens in config.json.
+
+  If training has changed our row 0, which starts texts, it becomes a token of its own, the last one.
+  """
   size = table.shape[0]
   if not ids_are_shifted:
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     return {"vocab_size": size, PADDING_IS_TOKEN_0: True, **ids}
   end = source_config.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
-  expected = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
-  start = _find_start_token(table, expected)
-  ids = {"vocab_size": max(size - 1, start + 1), "eos_token_id": end}
-  # If it is still right, the bos_token_id of the source (or its absence) is kept.
-  return ids if source_config and start == expected else {**ids, "bos_token_id": start}
-
-
-def _find_start_token(table: StoredArray, expected: int) -> int:
-  """Returns the id, one of Transformers', that starts a text.
-
-  This is `expected` if our row 0, which starts texts here, is still a copy of that token's row. If
-  training has changed row 0, it becomes a token of its own, the last one.
-  """
-  row_0, expected_row = (
-    table.read((slice(row, row + 1), slice(None))) for row in (0, expected + 1)
-  )
-  return expected if np.array_equal(row_0, expected_row) else table.shape[0] - 1
+  start = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
+  first, copied = (table.read((slice(n, n + 1), slice(None))) for n in (0, start + 1))
+  if not np.array_equal(first, copied):
+    return {"vocab_size": size, "eos_token_id": end, "bos_token_id": size - 1}
+  ids = {"vocab_size": size - 1, "eos_token_id": end}
+  # The bos_token_id of the source, or its absence, is kept.
+  return ids if source_config else {**ids, "bos_token_id": start}
 
 
 def make_weights(
-  arrays: Mapping[str, StoredArray], network: TransformerConfig, their_config: Mapping[str, Any]
+  arrays: Arrays, network: TransformerConfig, their_config: Config
 ) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree.
 
@@ -326,7 +317,6 @@ def make_weights(
   family = their_config["model_type"]
   dropped = _unsupported_biases(family, network.num_layers)
   kept = {name: array for name, array in arrays.items() if name not in dropped}
-  kept |= _scale_weights(kept, network, family)
   if not their_config.get(PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     parts = [lazy_arrays.slice_axis(table_VD, 0, 1, table_VD.shape[0])]
@@ -336,19 +326,3 @@ def make_weights(
     kept[EMBEDDING] = lazy_arrays.concatenate(parts, 0)
   theirs = name_tables.to_transformers(kept, _weight_table(family), family)
   return {f"transformer.{name}": array for name, array in theirs.items()}
-
-
-def _scale_weights(
-  arrays: Mapping[str, StoredArray], config: TransformerConfig, family: str
-) -> dict[str, StoredArray]:
-  """Returns rescaled copies of the weights where network and family scale differently."""
-  factors: dict[str, float] = {}
-  factor = math.sqrt(config.head_dim) ** (
-    (family == "gpt2") - (config.scale_queries or config.scale_attn_logits)
-  )
-  if factor != 1.0:
-    factors |= {name: factor for name in arrays if "/self_attention/query/" in name}
-  if config.divide_tied_logits:
-    norms = [name for name in arrays if name.startswith("target/decoder/decoder_norm/")]
-    factors |= dict.fromkeys(norms, 1 / math.sqrt(config.emb_dim))
-  return {name: lazy_arrays.scale(arrays[name], factor) for name, factor in factors.items()}

@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 
+Arrays = Mapping[str, StoredArray]
+Config = Mapping[str, Any]  # the content of a config.json
 _NAMES_SHOWN = 8
 # {Transformers' name: this project's}. Of several with one value, the first is the one that is written.
 _ACTIVATIONS = {
@@ -45,6 +47,9 @@ class WeightMapping(NamedTuple):
   is_required: bool = True
 
 
+Table = Sequence[WeightMapping]
+
+
 def count_layers(names: Iterable[str], prefix: str) -> int:
   """Returns the number of layers: how many numbers, from 0 on, follow `prefix` in `names`.
 
@@ -58,9 +63,7 @@ def count_layers(names: Iterable[str], prefix: str) -> int:
   return len(layers)
 
 
-def from_transformers(
-  weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
-) -> dict[str, StoredArray]:
+def from_transformers(weights: Arrays, table: Table, family: str) -> dict[str, StoredArray]:
   """Returns {our name: array} for {Transformers' name: array}; the values are read later.
 
   Args:
@@ -74,7 +77,13 @@ def from_transformers(
   found = _find_rows(
     weights, {row.theirs: row for row in table}, f"weights that {family} does not have"
   )
-  _check_complete(weights, table, family)
+  required: set[str] = set()
+  for row in filter(lambda row: row.is_required, table):
+    prefix, number, _ = row.theirs.partition("{n}")
+    layers = count_layers(weights, prefix) if number else 1
+    required |= {row.theirs.format(n=n) for n in range(layers)}
+  if missing := required - weights.keys():
+    raise ValueError(f"the folder lacks weights of its {family}: {list_names(missing)}")
   arrays: dict[str, StoredArray] = {}
   experts: dict[str, dict[int, StoredArray]] = collections.defaultdict(dict)
   for name, (row, numbers) in found.items():
@@ -83,11 +92,12 @@ def from_transformers(
     size = array.shape[-1] // len(names)
     if "e" in numbers:
       experts[names[0]][int(numbers["e"])] = array
-    elif len(names) == 1:
-      arrays[names[0]] = array
-    else:
-      for part, ours in enumerate(names):
-        arrays[ours] = lazy_arrays.slice_axis(array, -1, part * size, (part + 1) * size)
+      continue
+    for part, ours in enumerate(names):
+      whole = len(names) == 1
+      arrays[ours] = (
+        array if whole else lazy_arrays.slice_axis(array, -1, part * size, (part + 1) * size)
+      )
   for name, parts in experts.items():
     if parts.keys() != set(range(len(parts))):
       raise ValueError(f"{name} must have experts numbered from 0 on, got {sorted(parts)}")
@@ -95,9 +105,7 @@ def from_transformers(
   return arrays
 
 
-def to_transformers(
-  arrays: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
-) -> dict[str, StoredArray]:
+def to_transformers(arrays: Arrays, table: Table, family: str) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for {our name: array}; the values are read later.
 
   Args:
@@ -148,21 +156,6 @@ def _find_rows(
   if others := [name for name in names if name not in found]:
     raise ValueError(f"{unknown}: {list_names(others)}")
   return found
-
-
-def _check_complete(
-  weights: Mapping[str, StoredArray], table: Sequence[WeightMapping], family: str
-) -> None:
-  required = []
-  for row in filter(lambda row: row.is_required, table):
-    prefix, number, _ = row.theirs.partition("{n}")
-    layers = count_layers(weights, prefix) if number else 1
-    required += [row.theirs.format(n=n) for n in range(layers)]
-  if missing := [name for name in required if name not in weights]:
-    raise ValueError(
-      f"the folder lacks {len(missing)} of the {len(required)} weights of its {family}: "
-      f"{', '.join(missing[:_NAMES_SHOWN])}"
-    )
 
 
 def list_names(names: Iterable[str]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
@@ -19,7 +18,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import (
   rename_shared_biases,
 )
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import WeightMapping, count_layers
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.t5_config import T5Config
 
 _SWITCH = "switch_transformers"
@@ -27,13 +26,14 @@ _SWITCH = "switch_transformers"
 FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
 # Entries of config.json with the only value that the networks support, which is the default.
 FIXED = {"router_bias": False}
+# Entries of config.json for a model that does not come from one.
+DEFAULTS = {"dropout_rate": 0.1, "initializer_factor": 1.0, "pad_token_id": 0, "eos_token_id": 1}
 # {entry of config.json: (field of T5Config, the default of both)}. The weights show the others.
 SETTINGS: dict[str, tuple[str, Any]] = {
   "relative_attention_max_distance": ("max_distance", 128),
   "layer_norm_epsilon": ("norm_epsilon", 1e-6),
 }
-# {entry of config.json: field of T5Config} of the sizes, which the weights show.
-SIZES = {
+_SIZES = {
   "vocab_size": "vocab_size",
   "d_model": "emb_dim",
   "d_kv": "head_dim",
@@ -43,6 +43,8 @@ SIZES = {
   "num_decoder_layers": "num_decoder_layers",
   "relative_attention_num_buckets": "num_buckets",
 }
+# {family: {entry of config.json: field of T5Config}} of the sizes, which the weights show.
+SIZES = dict.fromkeys(FAMILIES, _SIZES)
 # Weights that Transformers ignores. Mesh TensorFlow's T5 1.0 had such a bias.
 IGNORED = re.compile(
   r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
@@ -56,8 +58,6 @@ _ATTENTIONS = {
     "1.EncDecAttention": "encoder_decoder_attention",
   },
 }
-# Entries of a source's config.json that a conversion does not keep.
-_NOT_KEPT = ("_name_or_path", "scale_decoder_outputs")
 _MT5_VOCABULARY = 250112
 _EXPERT_CAPACITY = 64  # the default of Transformers
 
@@ -79,14 +79,15 @@ def _weight_table(family: str) -> list[WeightMapping]:
     for number, name in enumerate(norms):
       scales = (f"{ours}/{name}/scale",)
       table.append(WeightMapping(f"{theirs}.{number}.layer_norm.weight", scales))
+    last = f"{len(norms) - 1}.{mlp}"
     required = {
       f"{their_block}.{letter}": f"{our_block}/{name}/kernel"
       for their_block, our_block in _ATTENTIONS[side].items()
       for letter, name in ATTENTION_MATRICES.items()
     }
-    last = f"{len(norms) - 1}.{mlp}"
-    optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1", "wo")}
+    optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1")}
     optional["0.SelfAttention.relative_attention_bias"] = "relpos_bias/rel_embedding"
+    (optional if family == _SWITCH else required)[f"{last}.wo"] = "mlp/wo/kernel"
     if family == _SWITCH:
       optional[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
       for name in ("wi", "wo"):
@@ -98,9 +99,7 @@ def _weight_table(family: str) -> list[WeightMapping]:
   return table
 
 
-def read_arrays(
-  weights: Mapping[str, StoredArray], config: Mapping[str, Any]
-) -> dict[str, StoredArray]:
+def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {T5X's name: array} of a model, in T5X's plain tree; the values are read later.
 
   A relative bias of one layer becomes its stack's (`encoder/relpos_bias`); where every layer has one
@@ -112,24 +111,15 @@ def read_arrays(
   """
   table = _weight_table(config["model_type"])
   arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
-  _check_feed_forward_blocks(arrays)
   arrays = rename_shared_biases(arrays)
   return _with_head(arrays, config) if _count_layers(arrays)["decoder"] else arrays
 
 
-def _count_layers(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
-  return {side: count_layers(arrays, f"target/{side}/layers_") for side in NORMS}
+def _count_layers(arrays: Arrays) -> dict[str, int]:
+  return {side: name_tables.count_layers(arrays, f"target/{side}/layers_") for side in NORMS}
 
 
-def _check_feed_forward_blocks(arrays: Mapping[str, StoredArray]) -> None:
-  """Raises ValueError unless each layer has a feed-forward block or experts."""
-  for side, layers in _count_layers(arrays).items():
-    for mlp in (f"target/{side}/layers_{layer}/mlp" for layer in range(layers)):
-      if not {f"{mlp}/wo/kernel", f"{mlp}/expert/wo/kernel"} & arrays.keys():
-        raise ValueError(f"the folder lacks the weights of {mlp}")
-
-
-def _share_table(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def _share_table(weights: Arrays) -> dict[str, StoredArray]:
   """Returns the weights with one embedding table, the one that encoder and decoder read."""
   rest = {name: x for name, x in weights.items() if name not in (_SHARED, *_OWN_TABLES.values())}
   # A stack without a table of its own has the shared one or, in MADLAD-400, the other stack's.
@@ -144,7 +134,7 @@ def _share_table(weights: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   return {**rest, _SHARED: tables[0]}
 
 
-def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dict[str, StoredArray]:
+def _with_head(arrays: dict[str, StoredArray], config: Config) -> dict[str, StoredArray]:
   """Returns the arrays, with an output layer if the model does not compute logits as T5 1.0 does."""
   embedding = arrays[EMBEDDING]
   head = arrays.pop(HEAD, None)
@@ -157,7 +147,7 @@ def _with_head(arrays: dict[str, StoredArray], config: Mapping[str, Any]) -> dic
   return arrays
 
 
-def _scales_logits(config: Mapping[str, Any]) -> bool:
+def _scales_logits(config: Config) -> bool:
   """Returns whether the model divides the input of its output layer by √d_model.
 
   Transformers 4 decides by `tie_word_embeddings`. Transformers 5 always writes True there for T5, mT5
@@ -169,7 +159,7 @@ def _scales_logits(config: Mapping[str, Any]) -> bool:
   return bool(config.get("scale_decoder_outputs", tied is not False))
 
 
-def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
+def sizes(arrays: Arrays) -> dict[str, int]:
   """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show.
 
   Raises:
@@ -194,9 +184,7 @@ def sizes(arrays: Mapping[str, StoredArray]) -> dict[str, int]:
   }
 
 
-def network_settings(
-  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> dict[str, Any]:
+def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of T5Config for a model.
 
   Args:
@@ -225,26 +213,21 @@ def network_settings(
   return {**sizes(arrays), **settings}
 
 
-def _read_activations(
-  config: Mapping[str, Any], arrays: Mapping[str, StoredArray]
-) -> tuple[str, ...]:
+def _read_activations(config: Config, arrays: Arrays) -> tuple[str, ...]:
   is_gated = any(name.endswith("/mlp/wi_1/kernel") for name in arrays)
   entry = "dense_act_fn" if config.get("model_type") == _SWITCH else "feed_forward_proj"
   value = str(config.get(entry, "gated-gelu" if is_gated else "relu"))
-  name = value.removeprefix("gated-")
-  if (name != value) != is_gated:
-    expected = "gated, such as 'gated-gelu'," if is_gated else "not gated, such as 'relu',"
-    raise ValueError(f"{entry} must be {expected} as the weights are, got {value!r}")
   # Transformers' 'gated-gelu' is the approximation by tanh, and its 'gelu' is not.
-  activation = "gelu" if value == "gated-gelu" else name_tables.our_activation(entry, name)
+  name = "gelu_new" if value == "gated-gelu" else value.removeprefix("gated-")
+  activation = name_tables.our_activation(entry, name)
   return (activation, "linear") if is_gated else (activation,)
 
 
-def _count_experts(arrays: Mapping[str, StoredArray]) -> int:
+def _count_experts(arrays: Arrays) -> int:
   return next((x.shape[0] for name, x in arrays.items() if "/mlp/expert/" in name), 0)
 
 
-def _expert_layers(arrays: Mapping[str, StoredArray]) -> dict[str, tuple[int, int]]:
+def _expert_layers(arrays: Arrays) -> dict[str, tuple[int, int]]:
   """Returns {stack: (the first layer that has experts, the distance between two)}; {} without experts.
 
   Raises:
@@ -266,11 +249,12 @@ def _expert_layers(arrays: Mapping[str, StoredArray]) -> dict[str, tuple[int, in
   return result
 
 
-def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, Any]) -> str:
+def find_family(arrays: Arrays, network: T5Config, source_config: Config) -> str:
   """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size.
 
   Args:
     arrays: the weights by T5X's names.
+    network: not used.
     source_config: the config.json that the model came with, which decides between T5 and mT5; or {}.
   """
   if _count_experts(arrays):
@@ -282,16 +266,17 @@ def find_family(arrays: Mapping[str, StoredArray], source_config: Mapping[str, A
   return source if source in ("t5", "mt5") else default
 
 
-def has_own_biases(arrays: Mapping[str, StoredArray]) -> bool:
+def has_own_biases(arrays: Arrays) -> bool:
   """Returns whether each layer has a relative bias of its own, as in UMT5."""
   return any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays)
 
 
 def make_config(
-  arrays: Mapping[str, StoredArray],
+  arrays: Arrays,
   network: T5Config,
   family: str,
-  source_config: Mapping[str, Any],
+  source_config: Config,
+  ids_are_shifted: bool,
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in T5X's plain tree.
 
@@ -299,7 +284,8 @@ def make_config(
     arrays: the weights by T5X's names, with 2-D kernels.
     network: the settings of the network.
     family: one of FAMILIES.
-    source_config: the config.json that the model came with, whose other entries are kept; or {}.
+    source_config: the config.json that the model came with; or {}.
+    ids_are_shifted: not used.
 
   Raises:
     ValueError: Transformers has no name for the activations, or not the model's experts.
@@ -310,12 +296,6 @@ def make_config(
   is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source_config
   is_scaled = HEAD not in arrays or (family == "umt5" and is_from_5)
   return {
-    "dropout_rate": 0.1,
-    "initializer_factor": 1.0,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    **{key: value for key, value in source_config.items() if key not in _NOT_KEPT},
-    **{entry: getattr(network, field) for entry, field in SIZES.items()},
     **({} if has_decoder else {"num_decoder_layers": network.num_encoder_layers}),
     **{entry: getattr(network, field) for entry, (field, _) in SETTINGS.items()},
     **_activation_entries(tuple(network.mlp_activations)),
@@ -332,22 +312,19 @@ def make_config(
 
 def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   """Returns the entries of config.json for flax's names, such as ('gelu', 'linear')."""
-  is_gated = activations[1:] == ("linear",)
-  if len(activations) != 1 + is_gated:
+  first, *rest = activations
+  if rest not in ([], ["linear"]):
     raise ValueError(
       "mlp_activations must be one activation for Transformers, or one and 'linear', got "
       f"{activations}"
     )
-  name = name_tables.their_activation(activations[0])
-  projection = f"gated-{name}" if is_gated else name
-  return {
-    "feed_forward_proj": "gated-gelu" if projection == "gated-gelu_new" else projection,
-    "is_gated_act": is_gated,
-    "dense_act_fn": name,
-  }
+  name = name_tables.their_activation(first)
+  gated = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
+  entries = {"feed_forward_proj": gated if rest else name, "dense_act_fn": name}
+  return {**entries, "is_gated_act": bool(rest)}
 
 
-def _expert_entries(arrays: Mapping[str, StoredArray], network: T5Config) -> dict[str, Any]:
+def _expert_entries(arrays: Arrays, network: T5Config) -> dict[str, Any]:
   """Returns the entries of config.json that describe the experts."""
   if not (expert_layers := _expert_layers(arrays)):
     return {}
@@ -368,9 +345,7 @@ def _expert_entries(arrays: Mapping[str, StoredArray], network: T5Config) -> dic
   }
 
 
-def make_weights(
-  arrays: Mapping[str, StoredArray], network: T5Config, config: Mapping[str, Any]
-) -> dict[str, StoredArray]:
+def make_weights(arrays: Arrays, network: T5Config, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in T5X's plain tree and their config.json.
 
   Raises:
