@@ -222,18 +222,3 @@ def test_errors_of_task_preprocessors_and_warmup_name_their_requirements(tmp_pat
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
   with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):
     write_warmup_examples(["x"], str(tmp_path), "tiny", "serving_default", batch_sizes=[1])
-
-
-def test_the_number_of_outputs_is_compared_with_output_len():
-  shape = jax.ShapeDtypeStruct((1, 4), jnp.int32)
-  batch = {"encoder_input_tokens": shape, "decoder_input_tokens": shape}
-  batch |= {"decoder_target_tokens": shape, "decoder_loss_weights": shape}
-  variables = jax.eval_shape(
-    lambda key: byte_model().get_initial_variables(key, {n: s.shape for n, s in batch.items()}),
-    jax.random.PRNGKey(0),
-  )
-  options = {"model": byte_model(), "inference_mode": "score"}
-  right = create_inference_function(**options, output_len=1)
-  assert len(jax.eval_shape(right, variables["params"], batch)) == 1
-  with pytest.raises(ValueError, match=r"output_len must be 1, the number of results of .*got 2"):
-    jax.eval_shape(create_inference_function(**options, output_len=2), variables["params"], batch)

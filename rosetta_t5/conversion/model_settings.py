@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -49,9 +48,9 @@ class ModelSettings:
 
 
 def read_model_settings(
-  path: str | os.PathLike[str],
+  path: epath.PathLike,
   arrays: Mapping[str, StoredArray],
-  config: str | os.PathLike[str] | None = None,
+  config: epath.PathLike | None = None,
 ) -> ModelSettings:
   """Returns the settings of a checkpoint's model.
 
@@ -66,6 +65,7 @@ def read_model_settings(
   """
   plain, source = to_plain_tree(arrays), read_source_config(path)
   is_gpt = gpt.POSITIONS in plain
+  cls: Any = TransformerConfig if is_gpt else T5Config
   file = epath.Path(config or epath.Path(path).parent / "config.gin")
   if config is not None and not file.exists():
     raise ValueError(f"--config {file}: there is no such file")
@@ -74,15 +74,27 @@ def read_model_settings(
     source = folder.read_config(file)
   elif file.exists() and not folder.is_hugging_face(path):
     text = file.read_bytes().decode(errors="replace")
-  settings: dict[str, Any] | None = None if is_gpt else {}
+  try:
+    derived = {} if is_gpt else t5.network_settings({}, plain)
+    sizes = (gpt if is_gpt else t5).sizes(plain)
+  except (KeyError, ValueError):  # It is neither a T5 nor a GPT.
+    return ModelSettings(None, False, source)
   if text:
-    settings = _run_settings(file, text, "TransformerConfig" if is_gpt else "T5Config")
+    settings = _run_settings(file, text, cls.__name__)
   elif source:
     settings = folder.network_settings(file, source, plain)
-  network = None if settings is None else _make_network(file, plain, settings)
-  is_shifted = is_gpt and (
-    getattr(network, "padding_never_follows", False) or bool(_SHIFTED_VOCABULARY.search(text))
-  )
+  elif is_gpt:
+    return ModelSettings(None, False, source)
+  else:
+    settings = {}
+  names = {field.name for field in dataclasses.fields(cls)}
+  values = derived | {name: x for name, x in settings.items() if name in names} | sizes
+  values |= {name: tuple(x) for name, x in values.items() if isinstance(x, list)}
+  try:
+    network = cls(**values)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{file}: {error}") from error
+  is_shifted = is_gpt and (network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text)))
   return ModelSettings(network, is_shifted, source)
 
 
@@ -101,27 +113,3 @@ def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:
       "that trained this model, or to the config.json that it came with"
     )
   return settings
-
-
-def _make_network(
-  file: epath.Path, arrays: Mapping[str, StoredArray], settings: Mapping[str, Any]
-) -> Any:
-  """Returns the network's config: the settings, but the sizes of the weights, whatever a config says.
-
-  None stands for a model that is neither T5 nor GPT.
-  """
-  is_gpt = gpt.POSITIONS in arrays
-  cls: Any = TransformerConfig if is_gpt else T5Config
-  try:
-    derived = {} if is_gpt else t5.network_settings({}, arrays)
-    sizes = (gpt if is_gpt else t5).sizes(arrays)
-  except (KeyError, ValueError):
-    return None
-  names = {field.name for field in dataclasses.fields(cls)}
-  values = derived | {name: x for name, x in settings.items() if name in names} | sizes
-  if isinstance(values.get("mlp_activations"), list):
-    values["mlp_activations"] = tuple(values["mlp_activations"])
-  try:
-    return cls(**values)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"{file}: {error}") from error

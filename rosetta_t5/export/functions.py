@@ -77,12 +77,12 @@ def create_inference_function(
       {"encoder_input_tokens": "b, ..."}; None for none.
     native_lowering: accepted as in T5X; the function is always exported as StableHLO.
     model_fn_extra_kwargs: other arguments of the method, such as {"num_decodes": 4}.
-    output_len: the number of results that the caller expects; None for any number.
+    output_len: accepted as in T5X; the number of results is that of the outputs.
 
   Raises:
-    ValueError: the mode does not exist, enable_xla is False, or the number of results differs.
+    ValueError: the mode does not exist, or enable_xla is False.
   """
-  del partitioner, train_state_initializer, native_lowering
+  del partitioner, train_state_initializer, native_lowering, output_len
   if not enable_xla:
     raise ValueError("export_lib.save.enable_xla = False is not possible with this jax: remove it")
   mode = inference_mode
@@ -102,13 +102,7 @@ def create_inference_function(
     if decoder_params:
       options["decoder_params"] = decoder_params
     outputs = inference_step(model, mode.model_fn_name)(params, batch, **options)
-    results = mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
-    if output_len not in (None, len(results)):
-      raise ValueError(
-        f"create_inference_function.output_len must be {len(results)}, the number of results of "
-        f"{type(model).__name__}.{mode.model_fn_name}, got {output_len}: leave it None"
-      )
-    return results
+    return mode.fetch_output(outputs) if mode.fetch_output else tuple(jax.tree.leaves(outputs))
 
   if not enable_jax2tf:
     return function
@@ -139,15 +133,6 @@ def _top_k_by_sorting() -> Iterator[None]:
     yield
   finally:
     lax.top_k = original
-
-
-def feature_shapes(
-  model: Any, task_feature_lengths: Mapping[str, int], batch_size: int | None
-) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes of the model's features; a batch size of None becomes symbolic."""
-  lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(task_feature_lengths)
-  batch: Any = jax_export.symbolic_shape("b")[0] if batch_size is None else batch_size
-  return {n: jax.ShapeDtypeStruct((batch, length), jnp.int32) for n, length in lengths.items()}
 
 
 def write_stablehlo(

@@ -125,7 +125,12 @@ def save(
   )
   params = jax.tree.map(np.asarray, unfreeze(state.params))
   with complete_folder(folder) as unfinished:
-    shapes = functions.feature_shapes(model, task_feature_lengths, batch_size)
+    converter = model.FEATURE_CONVERTER_CLS(pack=False)
+    rows: Any = batch_size or jax.export.symbolic_shape("b")[0]
+    shapes = {
+      name: jax.ShapeDtypeStruct((rows, length), jnp.int32)
+      for name, length in converter.get_model_feature_lengths(task_feature_lengths).items()
+    }
     functions.write_stablehlo(unfinished / _STABLEHLO, function, params, shapes)
     decode = not tokenized_inputs if decode_outputs is None else decode_outputs
     module = (exportable_module_cls or ExportableModule)(
@@ -153,7 +158,11 @@ def save(
       )
     if validation_examples:
       tokens = preprocess(import_tensorflow().constant(validation_examples))
-      _validate(unfinished, {n: np.asarray(x) for n, x in tokens.items()}, function, params)
+      batch = {name: np.asarray(value) for name, value in tokens.items()}
+      outputs = functions.load_stablehlo(unfinished / _STABLEHLO)(batch)
+      for got, want in zip(outputs, jax.jit(function)(params, batch), strict=True):
+        if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
+          raise ValueError("the outputs of the exported model differ from the original's")
   terminal.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
@@ -354,14 +363,3 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
       f"replace, but {folder} contains something else: set another one"
     )
   return folder
-
-
-def _validate(
-  folder: epath.Path, features: functions.Features, function: functions.InferenceFn, params: Any
-) -> None:
-  """Raises ValueError unless the exported and the original model have the same outputs."""
-  outputs = functions.load_stablehlo(folder / _STABLEHLO)(features)
-  expected = jax.jit(function)(jax.tree.map(jnp.asarray, params), features)
-  for got, want in zip(outputs, expected, strict=True):
-    if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
-      raise ValueError(f"the outputs of the exported model in {folder} differ from the original's")

@@ -18,7 +18,6 @@ from rosetta_t5.checkpoints import (
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.formats.t5x_layouts import chunk_shape
 from t5x.checkpoints import (
   Checkpointer,
   LazyAwaitableArray,
@@ -127,12 +126,6 @@ def test_save_best_checkpointer_keeps_the_best_and_the_latest(setup, tmp_path, w
   for step in (1, 2, 3, 4):
     saver.save(setup.state(step=step))
   assert saver.all_steps() == [2, 4]
-
-
-def test_chunks_divide_the_array_and_stay_below_the_limit():
-  assert chunk_shape((8, 6), 100) == [8, 6]
-  assert chunk_shape((8, 6), 12) == [4, 3]
-  assert chunk_shape((7, 3), 2) == [1, 1]
 
 
 def test_lazy_arrays_are_described_by_a_tensorstore_spec_or_an_array(tmp_path):

@@ -1,19 +1,20 @@
 """T5X's two layouts of checkpoints: Orbax's, and the older one, which the published T5 checkpoints have.
 
-Runs save with Orbax itself, which needs all arrays of a checkpoint at once. The functions that write
-here need a part of one array at a time, for conversions of models that do not fit into memory.
+Runs save all arrays of a checkpoint at once. The functions that write here need one array at a time, for
+conversions of models that do not fit into memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 from flax import serialization
@@ -30,9 +31,6 @@ VERSION = 3
 _INDEX = "checkpoint"
 _PLACEHOLDER = "PLACEHOLDER://"  # In early Orbax, the path of an array follows it.
 _METADATA = "_METADATA"
-_HANDLER = "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler"
-_SMALL_BYTES = 100_000
-_DICT_KEY = 2  # Orbax's number for a key of a dict.
 # T5X's chunk size: large enough for remote storage, small enough to be read in parts.
 _CHUNK_BYTES = 64 * 1024 * 1024
 _LIMITED_CACHE = {"cache_pool": {"total_bytes_limit": 100_000_000}}
@@ -51,12 +49,9 @@ def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   folder = checkpoint_folders.state_path(path)
   has_metadata = (folder / _METADATA).exists()
   values: dict[str, StoredArray] = {}
-  specs: Specs = {}
   if not has_metadata or (folder / _INDEX).exists():
-    values, specs = _read_early_orbax(folder)
-  if has_metadata:
-    specs = _read_metadata(folder)
-  return {**values, **_open_arrays(specs)}
+    values, specs = _read_index(folder / _INDEX)
+  return {**values, **_open_arrays(_read_metadata(folder) if has_metadata else specs)}
 
 
 def _read_metadata(folder: epath.Path) -> Specs:
@@ -82,66 +77,53 @@ def _read_metadata(folder: epath.Path) -> Specs:
   return specs
 
 
-def _read_early_orbax(folder: epath.Path) -> tuple[dict[str, StoredArray], Specs]:
-  """Returns the values, and TensorStore's specs of arrays, in the msgpack file of older versions."""
+def _read_index(index: epath.Path) -> tuple[dict[str, StoredArray], Specs]:
+  """Returns the values in a msgpack file, and TensorStore's specs of the arrays that it names."""
   values, specs = {}, {}
-  tree = state_dicts.read_state_dict(folder / _INDEX)
-  with expect_content(folder / _INDEX, "the arrays of a checkpoint"):
+  tree = state_dicts.read_state_dict(index)
+  with expect_content(index, "the arrays of a checkpoint"):
     if "_optimizer" in tree:  # T5X's first versions with Orbax stored the whole train state.
       tree = {**tree["_optimizer"], "flax_mutables": tree.get("flax_mutables")}
-    flat = state_dicts.flatten_state_dict(tree)
-  for name, value in flat.items():
-    if isinstance(value, str) and value.startswith(_PLACEHOLDER):
-      specs[name] = _zarr(folder, value.removeprefix(_PLACEHOLDER))
-    elif isinstance(value, np.ndarray | int | float):
-      values[name] = as_stored_array(value)
+    for name, value in state_dicts.flatten_state_dict(tree.get("optimizer", tree)).items():
+      if isinstance(value, dict):
+        # TensorStore before 0.1.14 wrote the path outside `kvstore`.
+        specs[name] = _zarr(index.parent, value["kvstore"].get("path") or value["path"])
+      elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
+        specs[name] = _zarr(index.parent, value.removeprefix(_PLACEHOLDER))
+      elif isinstance(value, np.ndarray | np.generic | int | float):
+        values[name] = as_stored_array(value)
   return values, specs
 
 
-def write_orbax(folder: str | os.PathLike[str], arrays: Mapping[str, StoredArray]) -> None:
-  """Writes the Orbax checkpoint `folder`, which does not exist yet, array by array.
+class _StoredArrayHandler(ocp.type_handlers.NumpyHandler):
+  """Lets Orbax write arrays one at a time, so that the model need not fit into memory."""
 
-  Orbax's experimental partial saving writes another layout and keeps two copies of each array.
+  async def serialize(self, values: Any, infos: Any, args: Any = None) -> list[Any]:
+    rows = zip(values, infos, args, strict=True)
+    for value, info, arg in terminal.track(rows, "writing", len(values), "arrays"):
+      for written in await super().serialize([value.get()], [info], [arg]):
+        written.result()
+    return []
+
+
+def write_orbax(folder: epath.PathLike, arrays: Mapping[str, StoredArray]) -> None:
+  """Writes the Orbax checkpoint `folder`, which does not exist yet, array by array.
 
   Args:
     folder: the step's folder.
     arrays: the arrays by flat name.
   """
-  root = epath.Path(folder)
-  state = root / "state"
-  state.mkdir(parents=True)
-  context = ts.Context(_LIMITED_CACHE)
-  # Each commit to the database takes time, so all small arrays are written in one transaction.
-  small_arrays = ts.Transaction()
-  for name, array in terminal.track(arrays.items(), "writing", len(arrays), "arrays"):
-    database = {
-      "driver": "ocdbt",
-      "base": _kvstore(state),
-      "path": name.replace("/", ".") + "/",
-      "config": {"max_inline_value_bytes": 1024},
-    }
-    transaction = small_arrays if array.nbytes <= _SMALL_BYTES else None
-    # Training runs do not compress their checkpoints either.
-    _write_array(database, array, compressor=None, transaction=transaction, context=context)
-  small_arrays.commit_sync()
-  entries = {}
-  for name in arrays:
-    keys = tuple(name.split("/"))
-    entries[str(keys)] = {
-      "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in keys],
-      "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
-    }
-  metadata = {
-    "tree_metadata": entries,
-    "use_ocdbt": True,
-    "use_zarr3": False,
-    "store_array_data_equal_to_fill_value": True,
-    "custom_metadata": None,
-  }
-  (state / _METADATA).write_text(json.dumps(metadata))
-  (root / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": {"state": _HANDLER}}))
-  for written in (state, root):
-    (written / "commit_success.txt").write_text("Checkpoint commit was successful")
+  handlers = ocp.type_handlers.create_type_handler_registry(
+    (StoredArray, _StoredArrayHandler()),
+    (jax.Array, ocp.type_handlers.ArrayHandler()),  # Orbax warns where it is missing.
+  )
+  # Training runs do not compress their checkpoints either.
+  state = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
+  save_args = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
+  tree, tree_args = map(state_dicts.unflatten_state_dict, (arrays, save_args))
+  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=state)) as checkpointer:
+    item = ocp.args.PyTreeSave(tree, save_args=tree_args)
+    checkpointer.save(epath.Path(folder).absolute(), ocp.args.Composite(state=item))
 
 
 def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -152,20 +134,7 @@ def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """
   given = epath.Path(path)
   index = given / _INDEX if given.is_dir() else given
-  contents = state_dicts.read_state_dict(index)
-  with expect_content(index, "the arrays of a checkpoint"):
-    flat = state_dicts.flatten_state_dict(contents.get("optimizer", contents))
-    # TensorStore before 0.1.14 wrote the path outside `kvstore`.
-    specs = {
-      name: _zarr(index.parent, value["kvstore"].get("path") or value["path"])
-      for name, value in flat.items()
-      if isinstance(value, dict)
-    }
-  values = {
-    name: as_stored_array(value)
-    for name, value in flat.items()
-    if isinstance(value, np.ndarray | np.generic | int | float)
-  }
+  values, specs = _read_index(index)
   return {**values, **_open_arrays(specs)}
 
 
@@ -187,7 +156,12 @@ def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]
       continue
     inner = name.replace("/", ".")
     store = _kvstore(root / inner)
-    spec = _write_array(store, array, compressor={"id": "gzip", "level": 1})
+    rows, *row = array.shape
+    chunks = [max(1, min(rows, _CHUNK_BYTES * rows // array.nbytes)), *row]
+    compressor = {"id": "gzip", "level": 1}
+    metadata = {"shape": [*array.shape], "chunks": chunks, "compressor": compressor}
+    spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": store, "metadata": metadata}
+    ts.open(spec, create=True).result().write(array.get()).result()
     # The path is relative, and the bucket is T5X's placeholder, so that the checkpoint can be moved.
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
@@ -258,38 +232,3 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
     return values.view(jnp.bfloat16) if is_bfloat16 else values
 
   return StoredArray(store.shape, jnp.bfloat16 if is_bfloat16 else dtype, read)
-
-
-def _write_array(
-  store: Mapping[str, Any], array: StoredArray, compressor: Any, **options: Any
-) -> dict[str, Any]:
-  """Writes an array in zarr's format, one row of chunks at a time, and returns its spec.
-
-  Args:
-    store: TensorStore's description of where to write.
-    array: the array.
-    compressor: zarr's description of a compressor, or None.
-    **options: passed to `tensorstore.open`.
-  """
-  chunks = chunk_shape(array.shape, _CHUNK_BYTES // array.dtype.itemsize)
-  metadata = {"shape": list(array.shape), "chunks": chunks, "compressor": compressor}
-  spec = {"driver": "zarr", "dtype": array.dtype.name, "kvstore": dict(store), "metadata": metadata}
-  target = ts.open(spec, create=True, **options).result()
-  if not (array.shape and array.sliceable):
-    target.write(array.get()).result()
-    return spec
-  for start in range(0, array.shape[0], max(1, chunks[0])):
-    rows = (slice(start, min(start + chunks[0], array.shape[0])), *[slice(None)] * (array.ndim - 1))
-    target[rows].write(array.read(rows)).result()
-  return spec
-
-
-def chunk_shape(shape: Sequence[int], limit: int) -> list[int]:
-  """Returns the shape of equal chunks of at most `limit` values, split along the largest dimensions."""
-  chunks = list(shape)
-  while math.prod(chunks) > limit:
-    largest = max(range(len(chunks)), key=chunks.__getitem__)
-    chunks[largest] = next(
-      size for size in range(chunks[largest] - 1, 0, -1) if shape[largest] % size == 0
-    )
-  return chunks
