@@ -57,16 +57,16 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def convert(
-  source: str | os.PathLike[str],
-  destination: str | os.PathLike[str],
+  source: epath.PathLike,
+  destination: epath.PathLike,
   to: str,
   *,
   dtype: str | None = None,
   tree: str | None = None,
   encoder_only: bool = False,
   model_type: str | None = None,
-  config: str | os.PathLike[str] | None = None,
-  tokenizer: str | os.PathLike[str] | None = None,
+  config: epath.PathLike | None = None,
+  tokenizer: epath.PathLike | None = None,
   report: Callable[[str], None] = print,
 ) -> epath.Path:
   """Writes the checkpoint `source` as `destination` and returns the path of what was written.
@@ -96,11 +96,16 @@ def convert(
   path = checkpoint_folders.resolve_checkpoint(source)
   verify_files(path)
   stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
-  arrays = _select_arrays(_cast(stored, dtype), to, tree, encoder_only)
+  arrays = _select_arrays(stored, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
-  final = _prepare_destination(destination, to, arrays)
+  # A folder cannot replace a link.
+  final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
+  if to != "hf" and checkpoint_folders.step_of(final) is None:
+    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
+  if final.exists() and (not final.is_dir() or any(final.iterdir())):
+    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
@@ -133,19 +138,18 @@ def convert(
   return final
 
 
-def _cast(arrays: Arrays, dtype: str | None) -> Arrays:
-  if dtype is None:
-    return arrays
-  params = {name: array for name, array in arrays.items() if name.startswith("target/")}
-  floats = {n: x.astype(dtype) for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-  return arrays | floats
-
-
-def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool) -> Arrays:
-  """Returns the arrays to write, in the tree in which they are written."""
+def _select_arrays(
+  arrays: Arrays, to: str, dtype: str | None, tree: str | None, encoder_only: bool
+) -> Arrays:
+  """Returns the arrays to write, with the dtype and in the tree in which they are written."""
   if encoder_only:
     kept = ("target/encoder/", EMBEDDING, _STEP)
     arrays = {name: array for name, array in arrays.items() if name.startswith(kept)}
+  if dtype is not None:
+    params = {name: array for name, array in arrays.items() if name.startswith("target/")}
+    arrays |= {
+      n: x.astype(dtype) for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)
+    }
   if to == "hf":
     return to_plain_tree(arrays)
   if tree is None:
@@ -153,22 +157,6 @@ def _select_arrays(arrays: Arrays, to: str, tree: str | None, encoder_only: bool
   plain = to_plain_tree(arrays)
   step = {_STEP: arrays[_STEP]} if _STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
-
-
-def _prepare_destination(
-  destination: str | os.PathLike[str], to: str, arrays: Arrays
-) -> epath.Path:
-  """Returns the folder to write, which does not exist."""
-  is_remote = "://" in os.fspath(destination)
-  # A folder cannot replace a link.
-  final = epath.Path(destination if is_remote else os.path.realpath(destination))
-  if to != "hf" and checkpoint_folders.step_of(final) is None:
-    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
-  if final.exists() and (not final.is_dir() or any(final.iterdir())):
-    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
-  if final.exists():
-    final.rmdir()
-  return final
 
 
 def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) -> str:
@@ -184,7 +172,11 @@ def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) ->
   from huggingface_hub import ModelCard, ModelCardData  # importing it takes time
 
   file, (architecture,) = source / _CARD, config["architectures"]
-  data: Any = ModelCard(file.read_text()).data if file.exists() else ModelCardData()
+  data: Any = (
+    ModelCard(file.read_text(), ignore_metadata_errors=True).data
+    if file.exists()
+    else ModelCardData()
+  )
   data.library_name, data.tags = "transformers", [config["model_type"], "rosetta-t5"]
   comment = "" if data.license else "\n# license: set it before you publish the model"
   text = f"rosetta-t5 converted this {architecture} from the checkpoint {source.name}. {verified}"

@@ -49,8 +49,8 @@ class ConversionError(RuntimeError):
 
 def verify(
   source: Arrays,
-  path: str | os.PathLike[str],
-  folder: str | os.PathLike[str],
+  path: epath.PathLike,
+  folder: epath.PathLike,
   settings: ModelSettings,
 ) -> str:
   """Checks that the model in a folder is the source's, and returns a sentence about the check.
@@ -145,7 +145,7 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
 
 
 def _transformers_outputs(
-  folder: str | os.PathLike[str], settings: ModelSettings, tokens: Tokens, change: float = 0.0
+  folder: epath.PathLike, settings: ModelSettings, tokens: Tokens, change: float = 0.0
 ) -> np.ndarray:
   """Returns what `network_outputs` returns, computed by Transformers and PyTorch on the CPU.
 
@@ -162,10 +162,8 @@ def _transformers_outputs(
   name = hugging_face_folder.architecture(config["model_type"], settings.network)
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens
-  is_shifted, start = settings.ids_are_shifted, 0
-  if is_shifted or not settings.is_gpt:
-    start = gpt.start_token(config) if is_shifted else settings.network.decoder_start_token_id
-  targets_1T = np.where(targets_1T == 0, start, targets_1T - is_shifted)
+  start = gpt.start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
+  targets_1T = np.where(targets_1T == 0, start, targets_1T - settings.ids_are_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
     random = torch.Generator().manual_seed(0)
@@ -178,7 +176,7 @@ def _transformers_outputs(
     else:
       outputs = model(input_ids=inputs).last_hidden_state
   outputs_1TV: np.ndarray = outputs.numpy()
-  if is_shifted:
+  if settings.ids_are_shifted:
     return np.concatenate([outputs_1TV[..., start : start + 1], outputs_1TV], -1)
   return outputs_1TV
 

@@ -42,7 +42,7 @@ class CustomInferenceMode:
   fetch_output: Callable[[PyTree], Any] | None = None
 
 
-_MODES = {
+_MODES: dict[Any, CustomInferenceMode] = {
   "predict": CustomInferenceMode("predict_batch_with_aux"),
   "score": CustomInferenceMode("score_batch"),
 }
@@ -85,14 +85,11 @@ def create_inference_function(
   del partitioner, train_state_initializer, native_lowering, output_len
   if not enable_xla:
     raise ValueError("export_lib.save.enable_xla = False is not possible with this jax: remove it")
-  mode = inference_mode
+  mode: Any = _MODES.get(inference_mode, inference_mode)
   if not isinstance(mode, CustomInferenceMode):
-    if mode not in _MODES:
-      raise ValueError(
-        "export_lib.save.inference_mode must be 'predict', 'score' or a CustomInferenceMode, got "
-        f"{mode!r}"
-      )
-    mode = _MODES[mode]
+    raise ValueError(
+      f"export_lib.save.inference_mode must be 'predict', 'score' or a CustomInferenceMode, got {mode!r}"
+    )
 
   def function(params: PyTree, features: Features) -> tuple[Any, ...]:
     batch = dict(features)

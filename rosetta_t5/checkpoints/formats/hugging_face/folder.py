@@ -293,10 +293,7 @@ def _read_part(path: epath.Path, name: str, index: Index) -> np.ndarray:
 
 def _read_torch(path: epath.Path) -> dict[str, StoredArray]:
   if importlib.util.find_spec("torch") is None:
-    raise ValueError(
-      f"{path} can only be read with PyTorch, which is not installed: use a folder with "
-      "model.safetensors, or run pip install torch"
-    )
+    raise ValueError(f"{path} needs PyTorch: use a folder with model.safetensors, or install torch")
   import torch
 
   def as_array(tensor: Any) -> StoredArray:

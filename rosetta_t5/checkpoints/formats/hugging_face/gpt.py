@@ -71,7 +71,6 @@ _NORMS = {
   "h.{n}.ln_2": f"{_LAYER}/pre_mlp_layer_norm",
 }
 _GPT2_END = 50256
-_OTHER_LAYOUTS = ". It can be written with --to t5x, t5x-legacy or rosetta"
 
 
 def _weight_table(family: str) -> list[WeightMapping]:
@@ -207,7 +206,7 @@ def find_family(arrays: Arrays, network: TransformerConfig | None, source_config
     raise ValueError(
       "decoders are written for Transformers as GPT-2 or GPT-Neo, which have learned positions, layer "
       "norms, biases, one activation, and the embedding table as their output layer. This one differs "
-      f"in {name_tables.list_names(differing)}{_OTHER_LAYOUTS}"
+      f"in {name_tables.list_names(differing)}"
     )
   if network is None:
     raise ValueError(
@@ -253,28 +252,17 @@ def make_config(
 
 def _check_network(arrays: Arrays, network: TransformerConfig, family: str) -> None:
   width, window = arrays[EMBEDDING].shape[1], network.local_attention_window
-  kernel_width = arrays["target/decoder/layers_0/self_attention/query/kernel"].shape[1]
   reason = ""
-  if not kernel_width == network.num_heads * network.head_dim == width:
-    reason = (
-      f"num_heads * head_dim must be {kernel_width}, as in the weights, and equal emb_dim, got "
-      f"num_heads = {network.num_heads}, head_dim = {network.head_dim}, emb_dim = {width}"
-    )
+  if network.num_heads * network.head_dim != width:
+    reason = f"num_heads * head_dim must be {width}, got {network.num_heads} * {network.head_dim}"
   elif family == "gpt2" and window is not None:
     reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
   elif network.divide_tied_logits or _scales_queries(network) != (family == "gpt2"):
-    reason = (
-      "divide_tied_logits must be False, and scale_queries True for gpt2 and False for gpt_neo, got "
-      f"{network.divide_tied_logits} and {network.scale_queries}"
-    )
+    reason = "divide_tied_logits must be False, and scale_queries True only for gpt2"
   elif any(np.any(arrays[x].get()) for x in _unsupported_biases(family, network.num_layers)):
-    reason = "the biases of queries, keys and values must be zero, but they are not" + (
-      "" if window else "; --model-type gpt2 supports them"
-    )
+    reason = "the biases of queries, keys and values must be zero, but they are not"
   if reason:
-    raise ValueError(
-      f"this model cannot be written as Transformers' {family}: {reason}{_OTHER_LAYOUTS}"
-    )
+    raise ValueError(f"this model cannot be written as Transformers' {family}: {reason}")
 
 
 def _attention_types(config: TransformerConfig) -> dict[str, Any]:
