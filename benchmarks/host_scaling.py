@@ -134,7 +134,7 @@ def run_process(
   import jax
 
   from rosetta_t5.data.tensorflow_import import import_tensorflow
-  from rosetta_t5.distributed.join import join_processes
+  from rosetta_t5.distributed.coordination import join_processes
   from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
 
   logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs how long it waits for a save.

@@ -155,7 +155,7 @@ def evaluate(
       )
       samples.write(int(state.step), evaluator.samples)
       evaluated.add(path)
-      duration = console.format_duration(time.monotonic() - started)
+      duration = terminal.format_duration(time.monotonic() - started)
       terminal.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
   if trainer is not None:

@@ -18,7 +18,6 @@ from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.telemetry import console
 from rosetta_t5.training.trainer import trainer_to_compile
 
 
@@ -94,7 +93,7 @@ def precompile(
   lowered = trainer.lower_train(batch)
   compiled = lowered.compile()
   terminal.print_line(
-    f"compiled the train step in {console.format_duration(time.monotonic() - started)}"
+    f"compiled the train step in {terminal.format_duration(time.monotonic() - started)}"
   )
   _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
 

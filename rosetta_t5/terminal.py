@@ -9,6 +9,7 @@ import functools
 import gc
 import io
 import logging
+import math
 import os
 import signal
 import sys
@@ -198,6 +199,20 @@ def print_line(text: str, stream: IO[str] | None = None) -> None:
   """Prints a line on the first process, above the bars if there are any, in one write."""
   if _is_first_process():
     _console_of(stream or sys.stdout).out(text, highlight=False)
+
+
+def format_duration(seconds: float) -> str:
+  """Formats a duration in its two largest units: 45s, 1m20s, 2h05m, 3d04h."""
+  if not math.isfinite(seconds):
+    return "?"
+  minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+  hours, minutes = divmod(minutes, 60)
+  days, hours = divmod(hours, 24)
+  if days:
+    return f"{days}d{hours:02}h"
+  if hours:
+    return f"{hours}h{minutes:02}m"
+  return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def _print_lines(bar: Bar, stream: IO[str] | None, period_s: float, ended: threading.Event) -> None:

@@ -1,7 +1,6 @@
 """The processes of one run: launch, preflight, presence, signals, watchdog."""
 
-from rosetta_t5.distributed.coordination import draw_seed
-from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.coordination import draw_seed, join_processes
 from rosetta_t5.distributed.signals import (
   EvaluationInterrupted,
   InterruptionListener,

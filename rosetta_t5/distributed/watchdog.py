@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,48 +57,35 @@ class Report:
   has_left: bool = False
   silent_seconds: float = 0.0
 
-
-Reports = Mapping[int, Report]
-
-
-def find_silent(reports: Reports, limit_s: float) -> list[int]:
-  """Returns the processes that should still report but have not done so for `limit_s` seconds."""
-  return [
-    process
-    for process, report in sorted(reports.items())
-    if report.silent_seconds > limit_s and not report.has_left
-  ]
+  @property
+  def is_silent(self) -> bool:
+    """Whether the process should still report but has not done so for `SILENCE_S` seconds."""
+    return self.silent_seconds > SILENCE_S and not self.has_left
 
 
-def find_blocking(reports: Reports, silence_s: float = SILENCE_S) -> list[int]:
+def find_blocking(reports: Sequence[Report]) -> list[Report]:
   """Returns the processes that block the others; none if all are in the same phase.
 
   These are the silent processes, or else those whose phase is the rarest: the others wait for them
   in one collective.
   """
-  if silent := find_silent(reports, silence_s):
+  if silent := [report for report in reports if report.is_silent]:
     return silent
-  active = {process: report for process, report in reports.items() if not report.has_left}
-  counts = collections.Counter(report.phase for report in active.values())
+  active = [report for report in reports if not report.has_left]
+  counts = collections.Counter(report.phase for report in active)
   if len(counts) < 2:
     return []
-  if counts[_STARTING]:
-    return [process for process, report in active.items() if report.phase == _STARTING]
   # If there is one process in each of two phases, the one that computes is waiting for the other.
-  common = max(counts, key=lambda phase: (counts[phase], "computing" in phase))
-  return [process for process, report in active.items() if report.phase != common]
+  common = max(counts, key=lambda phase: (phase != _STARTING, counts[phase], "computing" in phase))
+  return [report for report in active if report.phase != common]
 
 
-def is_stalled(reports: Reports, limit_s: float, silence_s: float = SILENCE_S) -> bool:
+def is_stalled(reports: Sequence[Report], limit_s: float) -> bool:
   """Returns whether no process has made progress for `limit_s` seconds.
 
   A process that takes long while another one makes progress is merely the slower one.
   """
-  silent = find_silent(reports, silence_s)
-  return all(
-    process in silent or report.has_left or report.seconds >= limit_s
-    for process, report in reports.items()
-  )
+  return all(each.is_silent or each.has_left or each.seconds >= limit_s for each in reports)
 
 
 class Watchdog:
@@ -115,7 +102,7 @@ class Watchdog:
     self._limit_s = float(limit)
     self._ended = threading.Event()
     self._arrivals: dict[int, tuple[int, float]] = {}  # process → (report number, when it arrived)
-    self._silent: list[int] = []  # the processes that are reported as silent
+    self._silent: set[int] = set()  # the processes that are reported as silent
     self._finished = False
     self._thread: threading.Thread | None = None
     self.set_phase(_STARTING)
@@ -140,7 +127,7 @@ class Watchdog:
 
   def set_phase(self, phase: str) -> None:
     """Records what this process starts to do, in words that are the same in every process."""
-    self._phase, self._phase_started, self._warned_s = phase, time.monotonic(), 0.0
+    self._phase, self._phase_started = phase, time.monotonic()
 
   def watch_batches(self, source: Iterator[Any], step: int) -> Iterator[Any]:
     """Yields the batches of the source, and sets the phase as they are drawn.
@@ -172,75 +159,60 @@ class Watchdog:
         self._send_report(client, number + 1, has_left=True)
 
   def _send_report(self, client: Any, number: int, has_left: bool = False) -> None:
-    seconds = self.seconds_in_phase
-    report = {
-      "number": number,
-      "host": f"{socket.gethostname()}, process id {os.getpid()}",
-      "phase": self._phase,
-      "seconds": seconds,
-      "stack": _main_stack() if seconds > self._limit_s / 2 else "",
-      "has_left": has_left,
-    }
-    key = f"{_KEY}/{jax.process_index()}"
-    client.key_value_set(key, json.dumps(report), allow_overwrite=True)
+    seconds, stack = self.seconds_in_phase, ""
+    if seconds > self._limit_s / 2:
+      frame = sys._current_frames()[threading.main_thread().ident or 0]
+      stack = "".join(traceback.format_stack(frame, _STACK_FRAMES))
+    host, index = f"{socket.gethostname()}, process id {os.getpid()}", jax.process_index()
+    report = Report(index, host, self._phase, seconds, stack, has_left)
+    text = json.dumps([number, dataclasses.asdict(report)])
+    client.key_value_set(f"{_KEY}/{index}", text, allow_overwrite=True)
 
-  def _read_reports(self, client: Any) -> dict[int, Report]:
-    now, reports = time.monotonic(), {}
-    for key, text in client.key_value_dir_get(_KEY):
-      process, fields = int(key.rpartition("/")[2]), json.loads(text)
-      number = fields.pop("number")
+  def _read_reports(self, client: Any) -> list[Report]:
+    now, reports = time.monotonic(), []
+    for _, text in client.key_value_dir_get(_KEY):
+      number, fields = json.loads(text)
+      process = fields["process"]
       if self._arrivals.get(process, (None,))[0] != number:
         self._arrivals[process] = (number, now)
-      silent_seconds = now - self._arrivals[process][1]
-      reports[process] = Report(process=process, silent_seconds=silent_seconds, **fields)
-    return reports
+      reports.append(Report(**fields | {"silent_seconds": now - self._arrivals[process][1]}))
+    return sorted(reports, key=lambda report: report.process)
 
-  def _warn_of_silence(self, reports: Reports) -> None:
+  def _warn_of_silence(self, reports: Sequence[Report]) -> None:
     """Names silent processes, each once, long before the run ends because of them."""
-    silent = find_silent(reports, SILENCE_S)
-    for process in silent:
-      report = reports[process]
-      if process not in self._silent:
-        print(
-          f"silent: process {process} ({report.host}) has not reported for "
-          f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is "
-          "frozen, jax ends this run within two minutes.",
-          file=sys.stderr,
-          flush=True,
-        )
-    self._silent = silent
+    silent = {report.process: report for report in reports if report.is_silent}
+    for process in silent.keys() - self._silent:
+      report = silent[process]
+      print(
+        f"silent: process {process} ({report.host}) has not reported for "
+        f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is "
+        "frozen, jax ends this run within two minutes.",
+        file=sys.stderr,
+        flush=True,
+      )
+    self._silent = set(silent)
 
-  def _end_if_stalled(self, reports: Reports, interval: float) -> None:
-    seconds, limit_s, silence_s = self.seconds_in_phase, self._limit_s, max(self._limit_s / 2, 3.0)
+  def _end_if_stalled(self, reports: Sequence[Report], interval: float) -> None:
     all_reported = len(reports) == jax.process_count()
-    if seconds < limit_s or not all_reported or not is_stalled(reports, limit_s, silence_s):
-      return
-    if blocking := find_blocking(reports, silence_s):
-      print(_stall_text(reports, blocking, silence_s), file=sys.stderr, flush=True)
+    if all_reported and is_stalled(reports, self._limit_s) and (blocking := find_blocking(reports)):
+      print(_stall_text(reports, blocking), file=sys.stderr, flush=True)
       # The end of a process ends the others, which must have printed this before.
-      time.sleep(2 * interval if jax.process_index() in blocking else interval)
+      is_blocking = jax.process_index() in [report.process for report in blocking]
+      time.sleep(2 * interval if is_blocking else interval)
       os._exit(EXIT_STATUS)
-    if seconds > self._warned_s + limit_s and jax.process_index() == 0:
-      self._warned_s = seconds
-      print(f"slow: every process has been {self._phase} for {seconds:.0f} s", file=sys.stderr)
 
 
-def _main_stack() -> str:
-  frame = sys._current_frames().get(threading.main_thread().ident or 0)
-  return "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]) if frame else ""
-
-
-def _stall_text(reports: Reports, blocking: list[int], silence_s: float) -> str:
+def _stall_text(reports: Sequence[Report], blocking: Sequence[Report]) -> str:
   lines = ["error: this run ends because it makes no progress. Its processes:"]
-  silent = find_silent(reports, silence_s)
-  for process, report in sorted(reports.items()):
-    is_silent = process in silent
-    seconds = report.silent_seconds if is_silent else report.seconds
-    duration = f"{', silent' * is_silent} for {seconds:.0f} s"
-    mark = "  <- blocks the others" if process in blocking else ""
-    lines.append(f"  {process} ({report.host}): {report.phase}{duration}{mark}")
-  for process in blocking:
-    if stack := reports[process].stack:
-      lines += [f"The main thread of process {process} is at:", stack.rstrip()]
+  for report in reports:
+    duration = f" for {report.seconds:.0f} s"
+    if report.is_silent:
+      duration = f", silent for {report.silent_seconds:.0f} s"
+    mark = "  <- blocks the others" if report in blocking else ""
+    lines.append(f"  {report.process} ({report.host}): {report.phase}{duration}{mark}")
+  for report in blocking:
+    if report.stack:
+      stack = report.stack.rstrip()
+      lines += [f"The main thread of process {report.process} is at:", stack]
   lines.append(f"{VARIABLE} sets the time without progress after which a run ends (0: never).")
   return "\n".join(lines)

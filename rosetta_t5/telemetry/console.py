@@ -114,7 +114,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       self._line_printed = now
       cells = [f"step {step}/{self._total_steps}", *self._loss_cells(values)]
       if speed := values.get(_STEPS_PER_SECOND):
-        left = format_duration((self._total_steps - step) / speed)
+        left = terminal.format_duration((self._total_steps - step) / speed)
         cells += [f"{1000 / speed:,.2f} ms/step", f"eta {left}"]
       terminal.print_line(_join_cells([*cells, *_measured_cells(values)]))
 
@@ -167,20 +167,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 def loss_to_show(values: Metrics, loss_per_token: str = LOSS_PER_TOKEN) -> float | None:
   """Returns the loss per target token if it was measured, else the loss."""
   return next((float(values[name]) for name in (loss_per_token, "loss") if name in values), None)
-
-
-def format_duration(seconds: float) -> str:
-  """Formats a duration in its two largest units: 45s, 1m20s, 2h05m, 3d04h."""
-  if not math.isfinite(seconds):
-    return "?"
-  minutes, seconds = divmod(round(max(0.0, seconds)), 60)
-  hours, minutes = divmod(minutes, 60)
-  days, hours = divmod(hours, 24)
-  if days:
-    return f"{days}d{hours:02}h"
-  if hours:
-    return f"{hours}h{minutes:02}m"
-  return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
 def _is_computed(metrics: Mapping[str, Any]) -> bool:

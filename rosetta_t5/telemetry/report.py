@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.telemetry.console import format_duration
 from rosetta_t5.telemetry.flops import flops_of_model
 from rosetta_t5.telemetry.run_files import count_parameters, log_event
+from rosetta_t5.terminal import format_duration
 
 _HEADER_WIDTH = len("computes")
 

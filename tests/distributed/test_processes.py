@@ -15,13 +15,14 @@ import jax
 import pytest
 from forked_python import python
 
-from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.coordination import LaunchInfo, find_launch_info, join_processes
 from rosetta_t5.distributed.presence import call_roll, report_to_process_0
+from rosetta_t5.terminal import progress_bar
 
 PROGRAM = """
 import sys
 import jax
-from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.coordination import join_processes
 join_processes(True, sys.argv[1], int(sys.argv[3]), int(sys.argv[2]), 60)
 print(jax.process_index(), jax.process_count(), len(jax.devices()))
 """
@@ -36,10 +37,48 @@ importlib.metadata.version = lambda package: (
 )
 """,
 )
-IMPATIENT = PROGRAM.replace(", 60)", ", 3)").replace(
-  "import sys",
-  "import sys; from rosetta_t5.distributed import presence; presence.REPORT_INTERVAL_S = 0.5",
+IMPATIENT = PROGRAM.replace(", 60)", ", 3)")
+
+
+SLURM = {
+  "SLURM_JOB_ID": "100",
+  "SLURM_STEP_ID": "2",
+  "SLURM_PROCID": "9",
+  "SLURM_LOCALID": "1",
+  "SLURM_NTASKS": "16",
+  "SLURM_JOB_NODELIST": "gpu[017-018],login1",
+}
+OPEN_MPI = {
+  "OMPI_COMM_WORLD_RANK": "3",
+  "OMPI_COMM_WORLD_SIZE": "8",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+}
+URI = {"OMPI_MCA_orte_hnp_uri": "1234567.0;tcp://10.0.0.3,10.1.0.3:34911"}
+PALS = {"PALS_RANKID": "5", "PMI_RANK": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1"}
+
+
+@pytest.mark.parametrize(
+  ("environment", "info"),
+  [
+    ({}, ()),
+    (SLURM, ("gpu017:13947", 16, 9, 1)),
+    (SLURM | {"SLURM_JOB_NODELIST": "node0", "SLURM_STEP_ID": "0"}, ("node0:13945", 16, 9, 1)),
+    (OPEN_MPI, (None, 8, 3, 3)),
+    (OPEN_MPI | URI, ("10.0.0.3:25417", 8, 3, 3)),
+    ({"JOB_COMPLETION_INDEX": "4"}, (None, None, 4)),
+    # A shell on a node of an allocation: srun did not start it, so it belongs to no run.
+    ({"SLURM_JOB_ID": "100"}, ()),
+  ],
 )
+def test_launch_info_is_read_from_the_launchers_environment(environment, info):
+  assert find_launch_info(environment) == LaunchInfo(*info)
+
+
+@pytest.mark.parametrize(("mpi", "ranks"), [(OPEN_MPI, (3, 3)), (PALS, (5, 1))])
+def test_pbs_gives_the_nodes_and_its_mpiexec_the_indices(tmp_path, mpi, ranks):
+  (tmp_path / "nodes").write_text("gpu03\n" * 4 + "gpu04\n" * 4)
+  info = find_launch_info(mpi | {"PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "77.server"})
+  assert info == LaunchInfo("gpu03:13577", 8, *ranks)
 
 
 def test_a_single_process_needs_no_rendezvous():
@@ -50,7 +89,10 @@ def test_a_single_process_needs_no_rendezvous():
   ("arguments", "text"),
   [
     ((False, None, 2), "--process_count has no effect without --multiprocess_gpu"),
-    ((True, "host:1", 2), "--process_index is missing, and no known launcher started this process"),
+    (
+      (True, "host:1", 2),
+      "--process_index is missing, and the environment variables of this process",
+    ),
     (
       (True, "host:1", 2, 2),
       "--process_index must be from 0 to 1, because --process_count=2, got 2",
@@ -114,50 +156,39 @@ def test_different_versions_are_an_error_on_every_process():
   for status, _, stderr in run(DIFFERENT, (0, 2), (1, 2)):
     assert status == 1
     assert "the processes of this run have different settings" in stderr
-    assert re.search(rf"1 on {host} +jax +0\.10\.0 +0\.10\.1 +1\n", stderr), stderr
+    assert f"\n  process 1 on {host}: jax is 0.10.1, but 0.10.0 on process 0 (1 differ)\n" in stderr
 
 
 @pytest.mark.slow
-def test_process_0_reports_which_process_is_missing_and_gives_up_at_the_timeout():
-  ((status, _, stderr),) = run(IMPATIENT, (0, 2))
-  assert status == 70
+@pytest.mark.parametrize(
+  ("index", "missing"),
+  [(0, "waiting for process 1"), (1, "waiting for process 0, which does not answer")],
+)
+def test_a_process_names_the_missing_ones_when_the_time_is_over(index, missing):
+  ((status, _, stderr),) = run(IMPATIENT, (index, 2))
+  assert status == 1
   assert re.search(
-    r"process 0 of 2, coordinator 127.0.0.1:\d+: waiting for process 1, \d of at most 3 s\n", stderr
-  )
-  assert re.search(
-    r"error: process 0 of 2, .* gave up after 3 s while waiting for process 1", stderr
+    rf"ValueError: process {index} of 2, coordinator 127.0.0.1:\d+  {missing}", stderr
   )
 
 
 @pytest.mark.slow
-def test_other_processes_report_that_process_0_is_missing():
-  ((status, _, stderr),) = run(IMPATIENT, (1, 2))
-  assert status == 70
-  assert "gave up after 3 s while waiting for process 0; nothing is reachable" in stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("indices", [(0, 0), (0, 1, 1)], ids=["0 twice", "1 twice"])
-def test_a_duplicate_index_is_an_error_on_every_process_at_once(indices):
+@pytest.mark.parametrize(
+  "identities",
+  [[(0, 2), (0, 2)], [(0, 3), (1, 3), (1, 3)], [(0, 2), (1, 3)]],
+  ids=["0 twice", "1 twice", "different counts"],
+)
+def test_wrong_indices_and_counts_are_an_error_on_every_process_at_once(identities):
   started = time.monotonic()
-  ended = run(PROGRAM, *[(index, len(indices)) for index in indices])
-  host, twice = socket.gethostname(), indices[-1]
-  for status, _, stderr in ended:
+  for status, _, stderr in run(PROGRAM, *identities):
     assert status == 1
+    index, count = identities[-1]
+    assert "each process of a run needs its own --process_index" in stderr
     assert re.search(
-      rf"--process_index={twice} is given to two processes, process id \d+ on {host} and process "
-      rf"id \d+ on {host}: each of the {len(indices)} processes needs its own index, from 0 to "
-      rf"{len(indices) - 1}",
+      rf"\n  process {index}, process id \d+ on {socket.gethostname()}, has --process_count={count}",
       stderr,
     )
   assert time.monotonic() - started < 50, "the processes must not wait for the timeout"
-
-
-@pytest.mark.slow
-def test_different_counts_are_an_error_on_every_process_at_once():
-  for status, _, stderr in run(PROGRAM, (0, 2), (1, 3)):
-    assert status == 1
-    assert "has --process_count=3, but process 0 has --process_count=2: give all" in stderr
 
 
 @pytest.mark.slow
@@ -169,45 +200,27 @@ def test_a_superfluous_process_does_not_disturb_a_run_that_has_started():
     assert both[0].poll() is None
   third = launch(IMPATIENT, address, 1)
   _, stderr = third.communicate(timeout=60)
-  assert third.returncode == 70
-  assert "waiting for process 0; a run that has started, or another program, uses its" in stderr
+  assert third.returncode == 1
+  assert "waiting for process 0, which does not answer at this address" in stderr
   assert all(process.communicate(timeout=60) and process.returncode == 0 for process in both)
 
 
-@pytest.fixture
-def roll_call():
-  """Returns the address and the future result of a roll call of two processes that is in progress."""
+def test_other_programs_and_lost_processes_do_not_disturb_the_roll_call():
   listener = socket.create_server(("127.0.0.1", 0))
-  address = f"127.0.0.1:{listener.getsockname()[1]}"
-  with ThreadPoolExecutor() as pool:
-    yield address, pool.submit(call_roll, listener, _report(0), lambda status: None)
-
-
-def _report(index):
-  return {"index": index, "count": 2, "name": "name"}
-
-
-def _join(address, index=1):
-  return report_to_process_0(address, _report(index), lambda status: None)
-
-
-def test_both_processes_with_one_index_are_refused(roll_call):
-  address, peers = roll_call
-  for end in (lambda: _join(address, 0), peers.result):
-    with pytest.raises(ValueError, match="--process_index=0 is given to two processes, "):
-      end()
-
-
-def test_other_programs_and_lost_processes_do_not_disturb_the_roll_call(roll_call):
-  address, peers = roll_call
-  lost = b'rosetta-t5 {"index": 1, "count": 3, "name": "lost"}'  # killed in the middle of the line
-  for message in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", lost):
-    with socket.create_connection(address.split(":")) as other:
-      other.sendall(message)
-  with _join(address):
-    ((peer, name),) = peers.result(timeout=10).items()
-  peer.close()
-  assert name == "process 1, name,"
+  address, end = f"127.0.0.1:{listener.getsockname()[1]}", time.monotonic() + 60
+  reports = [{"index": index, "count": 2, "name": f"process {index},"} for index in range(2)]
+  with ThreadPoolExecutor() as pool, progress_bar("test") as bar:
+    peers = pool.submit(call_roll, listener, reports[0], end, bar)
+    for message in (
+      b"",
+      b"GET / HTTP/1.1\r\n\r\n",
+      b"\0\0\0\x30rosetta-t5 ",
+    ):  # killed while it wrote
+      with socket.create_connection(address.split(":")) as other:
+        other.sendall(message)
+    (connection,) = report_to_process_0(address, reports[1], end, bar)
+    assert [*peers.result(timeout=10).values()] == ["process 1,"]
+    connection.close()
 
 
 FAULTY = """
@@ -262,13 +275,11 @@ def test_the_first_difference_in_the_settings_is_named_with_its_process():
   )
   for status, _, stderr in run(program, (0, 3), (1, 3), (2, 3)):
     assert status == 1
-    assert re.search(
-      r"different settings, and would .*:\n"
-      r"  process +first difference +process 0 +this process +in all\n"
-      rf"  2 on {socket.gethostname()} +SEED +0 +1 +2\n"
-      r"Start all processes with the same command",
-      stderr,
-    )
+    assert (
+      "different settings, and would compute different things:\n"
+      f"  process 2 on {socket.gethostname()}: SEED is 1, but 0 on process 0 (2 differ)\n"
+      "Start all processes with the same command"
+    ) in stderr
 
 
 @pytest.mark.slow

@@ -18,11 +18,9 @@ import pytest
 
 from rosetta_t5.distributed.presence import EXIT_STATUS, is_failed_collective
 from rosetta_t5.distributed.watchdog import (
-  SILENCE_S,
   Report,
   Watchdog,
   find_blocking,
-  find_silent,
   is_stalled,
 )
 
@@ -49,32 +47,26 @@ def report(process: int, phase: str, seconds: float = 1.0, **more) -> Report:
   ],
 )
 def test_a_process_in_a_rare_phase_blocks_the_others(phases, expected):
-  assert find_blocking({i: report(i, phase) for i, phase in enumerate(phases)}) == expected
+  blocking = find_blocking([report(i, phase) for i, phase in enumerate(phases)])
+  assert [one.process for one in blocking] == expected
 
 
 def test_a_silent_process_blocks_the_others_in_whatever_phase_it_was():
   frozen = report(1, "computing step 3", silent_seconds=20)
-  assert find_blocking({0: report(0, "computing step 3"), 1: frozen}) == [1]
+  assert find_blocking([report(0, "computing step 3"), frozen]) == [frozen]
 
 
 def test_a_process_that_has_finished_its_part_blocks_nobody():
-  finished = report(1, "saving step 3", seconds=9000, has_left=True)
-  assert find_blocking({0: report(0, "evaluating step 3"), 1: finished}) == []
-  assert find_blocking({1: finished}) == []
+  finished = report(1, "saving step 3", seconds=9000, has_left=True, silent_seconds=20)
+  assert find_blocking([report(0, "evaluating step 3"), finished]) == []
+  assert is_stalled([report(0, "saving step 3", seconds=31), finished], limit_s=30)
 
 
 def test_a_run_is_stalled_only_when_no_process_makes_progress():
   slow = report(0, "saving step 0", seconds=31)
-  assert not is_stalled({0: slow, 1: report(1, "computing step 1", seconds=1)}, limit_s=30)
-  assert is_stalled({0: slow, 1: report(1, "computing step 1", seconds=30)}, limit_s=30)
-  assert is_stalled({0: slow, 1: report(1, "computing step 1", silent_seconds=20)}, limit_s=30)
-
-
-def test_a_process_that_ends_because_of_another_is_not_silent():
-  left = report(1, "computing step 3", has_left=True, silent_seconds=20)
-  frozen = report(2, "saving step 3", silent_seconds=20)
-  assert find_silent({1: left, 2: frozen}, SILENCE_S) == [2]
-  assert is_stalled({0: report(0, "saving step 3", seconds=31), 1: left}, limit_s=30)
+  assert not is_stalled([slow, report(1, "computing step 1", seconds=1)], limit_s=30)
+  assert is_stalled([slow, report(1, "computing step 1", seconds=30)], limit_s=30)
+  assert is_stalled([slow, report(1, "computing step 1", silent_seconds=20)], limit_s=30)
 
 
 def test_the_time_before_a_run_starts_does_not_count_as_a_stall():

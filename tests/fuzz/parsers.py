@@ -46,8 +46,8 @@ from rosetta_t5.data.vocabularies.task_vocabularies import (
   gpt2_vocabulary,
   load_tokenizer,
 )
-from rosetta_t5.run_report.run_folder import read_runs, value_of
-from rosetta_t5.run_report.series import read_event_file
+from rosetta_t5.run_report.contents import summary_row
+from rosetta_t5.run_report.run_folder import read_event_file, read_runs
 
 Folder = pathlib.Path
 FIXTURES = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures"
@@ -262,7 +262,7 @@ def _read_model_file(folder: Folder) -> None:
 
 
 def _write_events(folder: Folder) -> None:
-  add_event_file(folder / "train", [(1, {"loss": 1.0}), (2, {"loss": 0.5})], text="A = 1")
+  add_event_file(folder / "train", [(1, {"loss": 1.0}), (2, {"loss": 0.5})])
 
 
 def _read_events(folder: Folder) -> None:
@@ -272,8 +272,7 @@ def _read_events(folder: Folder) -> None:
 
 def _read_run(folder: Folder) -> None:
   (run,) = read_runs([str(folder)])
-  for name in run.config:
-    value_of(run.config, name)
+  summary_row(run)
 
 
 PARSERS = (

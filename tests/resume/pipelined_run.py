@@ -20,7 +20,7 @@ import killable_run
 import tiny_models
 
 from rosetta_t5 import checkpoints
-from rosetta_t5.distributed.join import join_processes
+from rosetta_t5.distributed.coordination import join_processes
 from rosetta_t5.parallel import PjitPartitioner
 
 BATCH = 8

@@ -181,7 +181,7 @@ def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch, replac
   ],
 )
 def test_durations_are_formatted_in_their_two_largest_units(seconds, text):
-  assert console.format_duration(seconds) == text
+  assert terminal.format_duration(seconds) == text
 
 
 def test_normalized_loss_is_not_divided_by_tokens(replace_stdout):
