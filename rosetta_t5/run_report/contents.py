@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rosetta_t5.run_report.run_folder import Run, value_of
-from rosetta_t5.run_report.series import Series, without_repeated_steps
+from rosetta_t5.run_report.run_folder import Run, Series, without_repeated_steps
+from rosetta_t5.terminal import format_duration
 
 UNKNOWN = "–"
 _SECONDS_PER_DAY = 86400.0
-_COUNTS = {"B": 1e9, "M": 1e6, "k": 1e3, "": 1}
-_DURATIONS = {"days": 1.0, "h": 1 / 24, "min": 1 / 1440, "s": 1 / _SECONDS_PER_DAY}
 # As in the README of NVIDIA's T5X.
 COLUMNS = (
   "Run",
@@ -171,48 +169,31 @@ def _task(group: str) -> str:
 
 def summary_row(run: Run) -> list[str]:
   """Returns the cells of COLUMNS for a run; UNKNOWN where its files do not say."""
-  devices = count_devices(run)
-  batch = _positive(run.setup.get("batch_size") or value_of(run.config, "BATCH_SIZE", "batch_size"))
-  steps = _positive(run.setup.get("total_steps") or value_of(run.config, "TRAIN_STEPS"))
+  setup, mesh, computes = run.setup, run.setup.get("mesh"), str(run.setup.get("computes", ""))
+  # T5X records no setup, but both rates, whose ratio is the number of devices.
   speed = _median(run, "timing/seqs_per_second")
+  devices = _positive(setup.get("devices"))
+  if math.isnan(devices):
+    devices = np.round(speed / _median(run, "timing/seqs_per_second_per_core"))
+  batch = _positive(setup.get("batch_size", run.config.get("BATCH_SIZE")))
+  steps = _positive(setup.get("total_steps", run.config.get("TRAIN_STEPS")))
   days = steps * batch / speed / _SECONDS_PER_DAY
+  fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
   return [
     run.name,
-    _format_units(run.num_parameters, _COUNTS, "\N{NO-BREAK SPACE}"),
-    str(run.setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
-    _precision(run),
+    _format(run.num_parameters / 1e6, ",.4g", "\N{NO-BREAK SPACE}M"),
+    str(setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
+    (computes.partition(";")[0] or UNKNOWN) + fp8,
     _format(devices, ",.0f"),
-    _format(_tensor_parallelism(run), ".0f"),
+    _format(_positive(mesh.get("model") if isinstance(mesh, dict) else None), ".0f"),
     _format(batch / devices, ",.4g"),
     _format(speed, ",.4g"),
     _format(speed / devices, ",.4g"),
-    _format_units(days, _DURATIONS),
+    format_duration(days * _SECONDS_PER_DAY) if math.isfinite(days) else UNKNOWN,
     _format(days * devices, ",.3g"),
     _score(run, "mnli", ("accuracy",)),
     _score(run, "squad", ("em", "f1")),
   ]
-
-
-def count_devices(run: Run) -> float:
-  """Returns the number of devices; NaN if unknown."""
-  # T5X records no setup, but both rates, whose ratio is the number of devices.
-  ratio = _median(run, "timing/seqs_per_second") / _median(run, "timing/seqs_per_second_per_core")
-  recorded = _positive(run.setup.get("devices"))
-  return round(ratio) if math.isnan(recorded) and not math.isnan(ratio) else recorded
-
-
-def _tensor_parallelism(run: Run) -> float:
-  mesh = run.setup.get("mesh")
-  partitions = value_of(run.config, "num_partitions", "NUM_PARTITIONS")
-  return _positive(mesh.get("model", partitions) if isinstance(mesh, dict) else partitions)
-
-
-def _precision(run: Run) -> str:
-  dtype = value_of(run.config, "T5Config.dtype", "TransformerConfig.dtype", "dtype", "DTYPE")
-  computes = str(run.setup.get("computes", ""))
-  fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
-  name = computes.partition(";")[0] or (dtype if isinstance(dtype, str) else UNKNOWN)
-  return {"bfloat16": "bf16", "float32": "fp32"}.get(name, name) + fp8
 
 
 def _median(run: Run, tag: str) -> float:
@@ -244,17 +225,13 @@ def _last(series: Series) -> str:
 
 
 def _positive(value: Any) -> float:
-  is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return float(value) if is_number and 0 < value < 1e18 else math.nan
+  """Returns a positive number, which may be a text; NaN for anything else."""
+  try:
+    number = float(value)
+  except (TypeError, ValueError, OverflowError):
+    return math.nan
+  return number if 0 < number < 1e18 else math.nan
 
 
-def _format(value: float, spec: str) -> str:
-  return format(value, spec) if math.isfinite(value) else UNKNOWN
-
-
-def _format_units(value: float | None, units: dict[str, float], space: str = " ") -> str:
-  """Returns a value in the largest of these units, the largest first, that it reaches, or in the last."""
-  if value is None or math.isnan(value):
-    return UNKNOWN
-  name, unit = next((each for each in units.items() if value >= each[1]), [*units.items()][-1])
-  return f"{value / unit:,.3g}{space}{name}".rstrip()
+def _format(value: float, spec: str, unit: str = "") -> str:
+  return format(value, spec) + unit if math.isfinite(value) else UNKNOWN

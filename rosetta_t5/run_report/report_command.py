@@ -1,21 +1,42 @@
-"""The command `rosetta-t5 report`: writes a page, or serves one that follows running jobs."""
+"""The command `rosetta-t5 report`: writes a page, or serves one that follows running jobs.
+
+The page is one HTML file with its data, its program and plotly inside.
+"""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import contextlib
+import datetime
+import gzip
+import html
 import http.server
+import importlib.resources
+import itertools
+import json
 import pathlib
-import sys
-import threading
+import re
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from rosetta_t5.files import write_atomically
-from rosetta_t5.run_report.page import build_page, encode_data
-from rosetta_t5.run_report.run_folder import files_of_run, read_runs
+from rosetta_t5.run_report.contents import COLUMNS, choose_panels, missing_titles, summary_row
+from rosetta_t5.run_report.run_folder import (
+  Run,
+  Series,
+  decimate,
+  read_runs,
+  without_repeated_steps,
+)
 from rosetta_t5.terminal import machine_path
 from rosetta_t5.user_errors import ConfigError
 
+_MAX_POINTS = 160_000  # of all charts together: about 3 MB of the page
+_MAX_POINTS_OF_SERIES = 3000
+_PROGRESS = ("timing/uptime", "loss_per_nonpadding_target_token", "loss")
 REFRESH_SECONDS = 5.0
 _HOST = "127.0.0.1"
 _PAGE = "report.html"
@@ -76,9 +97,6 @@ class ReportServer(http.server.ThreadingHTTPServer):
       ValueError: a folder contains no run, or the port is in use.
     """
     self._folders = folders
-    self._lock = threading.Lock()
-    self._state: object = None
-    self._data = ""
     self._refresh_seconds = refresh_seconds
     read_runs(folders)  # Errors are reported before anything is served.
     try:
@@ -96,26 +114,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
     if path == "/":
       page = build_page(read_runs(self._folders), self._refresh_seconds)
       return "text/html; charset=utf-8", page.encode()
-    return ("text/plain; charset=utf-8", self._current_data().encode()) if path == "/data" else None
-
-  def handle_error(self, request: Any, client_address: Any) -> None:
-    """Prints the traceback of an error, unless the browser has closed the connection."""
-    if not isinstance(sys.exception(), ConnectionError):
-      super().handle_error(request, client_address)
-
-  def _current_data(self) -> str:
-    with self._lock:
-      # Before the files are read: what is written meanwhile changes the state of the next call.
-      state = [
-        (file, status.st_size, status.st_mtime_ns)
-        for folder in self._folders
-        for file in files_of_run(pathlib.Path(folder))
-        for status in [file.stat()]
-      ]
-      if state != self._state:
-        self._data = encode_data(read_runs(self._folders))
-        self._state = state
-      return self._data
+    data = encode_data(read_runs(self._folders)) if path == "/data" else ""
+    return ("text/plain; charset=utf-8", data.encode()) if data else None
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -142,8 +142,163 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.send_header("Content-Type", kind)
     self.send_header("Content-Length", str(len(content)))
     self.send_header("Cache-Control", "no-store")
-    self.end_headers()
-    self.wfile.write(content)
+    with contextlib.suppress(ConnectionError):  # The browser does not wait for it.
+      self.end_headers()
+      self.wfile.write(content)
 
   def log_message(self, format: str, *args: object) -> None:
     """Prints nothing: the page asks every few seconds."""
+
+
+def build_page(runs: Sequence[Run], refresh_seconds: float = 0) -> str:
+  """Returns the page of these runs.
+
+  Args:
+    runs: at least one run.
+    refresh_seconds: the interval at which the page asks its server for new data; 0 for a file.
+  """
+  title = "Run report: " + ", ".join(run.name for run in runs)
+  parts = {
+    "title": html.escape(title),
+    "style": _page_file("page.css"),
+    "refresh": f"{refresh_seconds:g}",
+    "data": encode_data(runs),
+    "plotly": _compress(_plotly_source().encode()),
+    "program": _page_file("page.js"),
+  }
+  return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _page_file("page.html"))
+
+
+def encode_data(runs: Sequence[Run]) -> str:
+  """Returns everything that the page shows, as base64 of compressed JSON.
+
+  Neither markup nor a script in a name or a text can become part of the page: base64 contains no
+  `<`, and the page's program inserts all of it as text.
+  """
+  panels = choose_panels(runs)
+  count = sum(len(tags) for run in runs for tags in run.series.values())
+  max_points = min(_MAX_POINTS_OF_SERIES, max(20, _MAX_POINTS // count))
+  data = {
+    "created": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
+    "columns": COLUMNS,
+    "panels": [
+      panel._asdict() | {"lines": [line._asdict() for line in panel.lines]} for panel in panels
+    ],
+    "missing": missing_titles(panels),
+    "runs": [_describe_run(run, max_points) for run in runs],
+  }
+  return _compress(json.dumps(data, allow_nan=False).encode())
+
+
+def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
+  all_series = [series for tags in run.series.values() for series in tags.values()]
+  times = [*(line["time"] for line in run.log), *(float(s.times.min()) for s in all_series)]
+  first_time, last_time = min(times), max(float(series.times.max()) for series in all_series)
+  # The positions of inputs and targets in a batch, with padding.
+  lengths = run.setup.get("lengths", {})
+  features = ("encoder_input_tokens", "decoder_target_tokens")
+  positions = run.setup.get("batch_size", 0) * sum(lengths.get(name, 0) for name in features)
+  return {
+    "name": run.name,
+    "folder": str(run.folder),
+    "row": summary_row(run),
+    "notes": run.notes,
+    "duration": last_time - first_time,
+    "tokensPerStep": positions or None,
+    "about": _about(run),
+    "config": run.config,
+    "variables": [(name, shape, size, spec) for name, size, shape, spec in run.variables],
+    "series": {
+      group: {tag: _encode_series(s, first_time, max_points) for tag, s in tags.items()}
+      for group, tags in run.series.items()
+    },
+    "timeline": _timeline(run, first_time),
+    "samples": run.samples,
+  }
+
+
+def _encode_series(series: Series, first_time: float, max_points: int) -> dict[str, Any]:
+  curve = decimate(without_repeated_steps(series), max_points)
+  encoded = {
+    "count": int(series.steps.size),
+    "points": _encode_points(curve.points, first_time),
+    "nonfinite": curve.nonfinite_steps[:100].tolist(),
+    "nonfiniteCount": int(curve.nonfinite_steps.size),
+  }
+  if curve.means is not None:
+    encoded["means"] = _encode_points(curve.means, first_time)
+  return encoded
+
+
+def _encode_points(series: Series, first_time: float) -> dict[str, str]:
+  """Returns steps, seconds since `first_time` and values as base64 of float64 and float32."""
+  return {
+    "steps": _base64(series.steps.astype("<f8")),
+    "seconds": _base64((series.times - first_time).astype("<f4")),
+    "values": _base64(series.values.astype("<f4")),
+  }
+
+
+def _timeline(run: Run, first_time: float) -> dict[str, Any]:
+  """Returns the steps over time, and what happened when, in seconds since `first_time`."""
+  train = run.series.get("train", {})
+  saved = train.get("timing/checkpoint_seconds", Series(*[np.array([])] * 3))
+  log = [
+    {"kind": line.get("event"), "seconds": line["time"] - first_time, "step": line.get("step")}
+    | {"reason": line.get("reason")}
+    for line in run.log
+    if line.get("event") in ("start", "end")
+  ]
+  for event, following in itertools.pairwise(log):
+    event["hasEnd"] = following["kind"] == "end"
+  return {
+    "progress": _progress(run, first_time) if train else None,
+    "starts": [event for event in log if event["kind"] == "start"],
+    "ends": [event for event in log if event["kind"] == "end"],
+    "checkpoints": [
+      {"seconds": time - first_time, "step": step, "kept": step in run.kept_checkpoints}
+      for step, time in zip(saved.steps.tolist(), saved.times.tolist(), strict=True)
+    ],
+  }
+
+
+def _progress(run: Run, first_time: float) -> dict[str, str]:
+  """Returns the steps of training over time, with a gap at each restart."""
+  train = run.series["train"]
+  longest = train[max(train, key=lambda tag: (train[tag].steps.size, tag in _PROGRESS))]
+  chosen = np.unique(np.linspace(0, longest.steps.size - 1, 1000).astype(int))
+  steps, times, values = longest.take(chosen)
+  restarts = [line["time"] for line in run.log if line.get("event") == "start"][1:]
+  at = np.searchsorted(times, restarts)
+  with_gaps = Series(
+    np.insert(steps.astype(float), at, np.nan),
+    np.insert(times, at, restarts),
+    np.insert(values, at, np.nan),
+  )
+  return _encode_points(with_gaps, first_time)
+
+
+def _about(run: Run) -> list[tuple[str, str]]:
+  """Returns what is known about model and machine, as (name, text)."""
+  lines = str(run.setup.get("header", "")).splitlines()
+  rows = [(name, text.strip()) for name, _, text in (line.partition(" ") for line in lines) if name]
+  kept = ", ".join(f"{step:,}" for step in run.kept_checkpoints)
+  return [*rows, ("checkpoints", f"kept: {kept or 'none'}"), ("folder", str(run.folder))]
+
+
+def _plotly_source() -> str:
+  import plotly
+
+  return (importlib.resources.files(plotly) / "package_data" / "plotly.min.js").read_text("utf-8")
+
+
+def _page_file(name: str) -> str:
+  return (importlib.resources.files(__package__) / "page_files" / name).read_text("utf-8")
+
+
+def _compress(content: bytes) -> str:
+  return base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
+
+
+def _base64(array: np.ndarray) -> str:
+  return base64.b64encode(array.tobytes()).decode()

@@ -1,10 +1,11 @@
-"""Reads the files that a training run leaves in MODEL_DIR, ours or T5X's. Nothing in them is executed."""
+"""Reads the files that a training run leaves in MODEL_DIR, ours or T5X's. Nothing in them is executed.
+
+The series of TensorBoard's event files are also reduced here, to as many points as a screen can show.
+"""
 
 from __future__ import annotations
 
-import ast
 import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,21 +14,21 @@ import math
 import os
 import pathlib
 import re
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 
-from rosetta_t5.run_report.series import Events, Series, read_event_file
 from rosetta_t5.telemetry.run_files import RUN_LOG
 
 GROUPS = ("train", "training_eval", "inference_eval")
-_FILES = (RUN_LOG, "config.gin", "model-info.txt")
+_HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
 _PREDICTIONS = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
-_METRICS = "-metrics.jsonl"
 _BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.*)", re.DOTALL)
 _MAX_EVALUATIONS = 24  # of which predictions are shown
 _MAX_EXAMPLES = 12
@@ -36,27 +37,36 @@ _MAX_CHARACTERS = 1000
 Texts = tuple[str, str, str]  # input, target, prediction
 
 
-class Variable(NamedTuple):
-  """A line of model-info.txt: an array of the train state, and where it lives."""
-
-  name: str
-  size: int
-  shape: str
-  partition: str
-
-
-class Start(NamedTuple):
-  """A start of the training program.
+class Series(NamedTuple):
+  """The values of one metric in the order in which they were written.
 
   Attributes:
-    time: in seconds since 1970.
-    step: the number of steps completed before it; None if nothing was written.
-    end: how it ended, as in the run log; None if no end is recorded.
+    steps: the step of each value.
+    times: when each value was written, in seconds since 1970.
+    values: the values, which may be infinite or NaN.
   """
 
-  time: float
-  step: int | None
-  end: dict[str, Any] | None
+  steps: Int[np.ndarray, " n"]
+  times: Float[np.ndarray, " n"]
+  values: Float[np.ndarray, " n"]
+
+  def take(self, selection: np.ndarray) -> Series:
+    """Returns the values at these indices, or where this mask is True."""
+    return Series(*(field[selection] for field in self))
+
+
+class Curve(NamedTuple):
+  """What a chart shows of a series.
+
+  Attributes:
+    points: all finite values, or the smallest and largest of each of n equal parts, in their order.
+    means: the mean of each part, at its middle; None if no value was left out.
+    nonfinite_steps: the steps whose value is infinite or NaN.
+  """
+
+  points: Series
+  means: Series | None
+  nonfinite_steps: Int[np.ndarray, " k"]
 
 
 @dataclasses.dataclass
@@ -67,13 +77,11 @@ class Run:
     folder: MODEL_DIR.
     name: a short name, different for each run of a report.
     series: {group: {tag: series}}; a group is a folder of event files, such as `training_eval/TASK`.
-    starts: each start of the training program.
-    checkpoints: {step: time} of each saved checkpoint.
+    log: the lines of run-log.jsonl that have a time; T5X writes none.
     kept_checkpoints: the steps of the checkpoints that exist.
     config: the effective configuration, {name: value} as text.
-    variables: parameters and other arrays of the train state, with their partitioning.
-    num_parameters: the number of parameters; None if unknown.
-    setup: what the last start recorded about model, mesh and devices.
+    variables: (name, size, shape, partition spec) of each array of the train state.
+    num_parameters: the number of parameters; NaN if unknown.
     samples: {task: {step: [(input, target, prediction)]}}.
     notes: what could not be read.
   """
@@ -81,71 +89,43 @@ class Run:
   folder: pathlib.Path
   name: str
   series: dict[str, dict[str, Series]]
-  starts: list[Start]
-  checkpoints: dict[int, float]
+  log: list[dict[str, Any]]
   kept_checkpoints: list[int]
   config: dict[str, str]
-  variables: list[Variable]
-  num_parameters: int | None
-  setup: dict[str, Any]
+  variables: list[tuple[str, int, str, str]]
+  num_parameters: float
   samples: dict[str, dict[int, list[Texts]]]
   notes: list[str]
+
+  @property
+  def setup(self) -> dict[str, Any]:
+    """What the last start recorded about model, mesh and devices."""
+    return next((line for line in reversed(self.log) if line.get("event") == "start"), {})
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
   """Reads runs; a folder that is given twice is read once.
 
   Raises:
-    ValueError: a folder does not exist, contains no run, or is in the cloud.
+    ValueError: a folder contains no metrics of a run.
   """
-  for folder in folders:
-    if "://" in folder:
-      raise ValueError(
-        f"{folder} is in the cloud, and a report reads folders of this machine: copy it first, without "
-        f"its checkpoints, e.g. gcloud storage rsync -r -x 'checkpoint_.*' {folder} run"
-      )
   paths = list(dict.fromkeys(pathlib.Path(os.path.realpath(folder)) for folder in folders))
-  names = [_root(path).name for path in paths]
+  names = [path.name for path in paths]
   if len(set(names)) < len(names):
     names = [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
   return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def files_of_run(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files that a report depends on, in the order of their names."""
-  files = []
-  for parent, folders, names in os.walk(folder):
-    # A checkpoint can have a million files, and none of them is needed.
-    folders[:] = [name for name in folders if not name.startswith((".", "checkpoint_"))]
-    wanted = (n for n in names if "tfevents" in n or n.endswith(".jsonl") or n in _FILES)
-    files += [pathlib.Path(parent, name) for name in wanted]
-  return sorted(files)
-
-
-def _root(folder: pathlib.Path) -> pathlib.Path:
-  """Returns MODEL_DIR, also if only a folder in it was given, such as T5X's MODEL_DIR/train."""
-  return folder.parent if folder.name in GROUPS else folder
-
-
 def _read_run(folder: pathlib.Path, name: str) -> Run:
-  if not folder.is_dir():
-    what = "is a file" if folder.exists() else "does not exist"
-    raise ValueError(f"{folder} {what}: give the MODEL_DIR of a training run")
   notes: list[str] = []
-  by_group = _read_event_files(folder, notes)
-  series = _read_metric_files(folder / "inference_eval", notes)
-  series |= {group: _join(events) for group, events in by_group.items()}
+  series = _read_series(folder, notes)
+  if not any(series.values()):
+    raise ValueError(
+      f"{folder} contains no metrics of a run: give a MODEL_DIR, whose folders train, training_eval and "
+      "inference_eval contain TensorBoard's events.out.tfevents files"
+    )
   log = _read_json_lines(folder / RUN_LOG, notes)
-  setups = [line for line in log if line.get("event") == "start"]
-  # A running job deletes old checkpoints.
-  kept: dict[int, float] = {}
-  for entry in folder.iterdir():
-    with contextlib.suppress(FileNotFoundError):
-      if match := _CHECKPOINT.fullmatch(entry.name):
-        kept[int(match[1])] = entry.stat().st_mtime
-  # Training records when it saves a checkpoint, T5X too.
-  saved = series.get("train", {}).get("timing/checkpoint_seconds")
-  times = dict(zip(saved.steps.tolist(), saved.times.tolist(), strict=True)) if saved else {}
+  found = (_CHECKPOINT.fullmatch(entry) for entry in os.listdir(folder))
   info = _text_of(folder / "model-info.txt").splitlines()
   variables = [match.groups() for line in info if (match := _VARIABLE.fullmatch(line))]
   totals = [int(match[1]) for line in info if (match := _TOTAL.fullmatch(line))]
@@ -153,13 +133,11 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
     folder=folder,
     name=name,
     series=series,
-    starts=_find_starts(by_group.get("train", []), log),
-    checkpoints=kept | times,
-    kept_checkpoints=sorted(kept),
-    config=parse_bindings(_text_of(folder / "config.gin") or _config_of(by_group.get("train", []))),
-    variables=[Variable(name, int(size), *rest) for name, size, *rest in variables],
-    num_parameters=totals[-1] if totals else None,
-    setup=setups[-1] if setups else {},
+    log=[line for line in log if math.isfinite(_number(line.get("time")))],
+    kept_checkpoints=sorted(int(match[1]) for match in found if match),
+    config=parse_bindings(_text_of(folder / "config.gin")),
+    variables=[(name, int(size), shape, spec) for name, size, shape, spec in variables],
+    num_parameters=totals[-1] if totals else math.nan,
     samples=_read_samples(folder, notes),
     notes=notes,
   )
@@ -169,78 +147,117 @@ def _text_of(file: pathlib.Path) -> str:
   return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _read_event_files(folder: pathlib.Path, notes: list[str]) -> dict[str, list[Events]]:
-  """Returns the content of the event files by group, each group in the order of time."""
-  root = _root(folder)
-  by_group: dict[str, list[Events]] = collections.defaultdict(list)
-  for file in files_of_run(folder):
-    if "tfevents" in file.name:
-      status = file.stat()
-      events = _read_unchanged(file, status.st_size, status.st_mtime_ns)
-      if events.problem:
-        notes.append(f"{file.relative_to(root)}: {events.problem}")
-      by_group[os.fspath(file.parent.relative_to(root))].append(events)
-  if not any(events.series for group in by_group.values() for events in group):
-    found = "its event files contain no metrics" if by_group else "it has no event files"
-    raise ValueError(
-      f"{folder} contains no metrics of a run ({found}): give a MODEL_DIR, whose folders train, "
-      "training_eval and inference_eval contain TensorBoard's events.out.tfevents files"
-    )
-  runs = {group.rpartition("/")[0] for group in by_group if group.endswith("/train")}
-  if runs and "train" not in by_group:
-    names = " ".join(os.fspath(folder / run) for run in sorted(runs))
-    raise ValueError(f"{folder} contains several runs: give their folders instead: {names}")
-  return by_group
+def _read_series(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
+  """Returns the series by group and tag; those of several files are joined in the order of time."""
+  parts: dict[str, dict[str, list[Series]]] = collections.defaultdict(dict)
+  for file in sorted(f for group in GROUPS for f in (folder / group).rglob("*tfevents*")):
+    status = file.stat()
+    read, damaged = read_event_file(file, status.st_size, status.st_mtime_ns)
+    if damaged:
+      notes.append(
+        f"{file.relative_to(folder)}: {damaged} damaged or incomplete record(s) left out"
+      )
+    for tag, series in read.items():
+      parts[os.fspath(file.parent.relative_to(folder))].setdefault(tag, []).append(series)
+  return {
+    group: {tag: _join(of_tag) for tag, of_tag in by_tag.items()} for group, by_tag in parts.items()
+  }
+
+
+def _join(parts: Sequence[Series]) -> Series:
+  joined = Series(*map(np.concatenate, zip(*parts, strict=True)))
+  return joined.take(np.argsort(joined.times, kind="stable"))
 
 
 # A page that follows a run reads only the files that have grown.
 @functools.lru_cache(maxsize=256)
-def _read_unchanged(file: pathlib.Path, size: int, modified: int) -> Events:
-  return read_event_file(file)
+def read_event_file(
+  path: pathlib.Path, size: int = 0, modified: int = 0
+) -> tuple[dict[str, Series], int]:
+  """Reads all scalars of an event file; texts, histograms, images and graphs are left out.
+
+  A million scalars take a few seconds. A file that another process is writing may end within a record,
+  which is left out.
+
+  Args:
+    path: the file.
+    size: of the file; like `modified`, it is what results are cached by.
+    modified: the time of the last change.
+
+  Returns:
+    (the series by tag, the number of records that cannot be read).
+  """
+  from google.protobuf.message import DecodeError
+  from tensorboard.compat.proto.event_pb2 import Event
+
+  data, read_length = path.read_bytes(), struct.Struct("<Q").unpack_from
+  rows: dict[str, list[tuple[int, float, float]]] = collections.defaultdict(list)
+  damaged = end = 0
+  while (begin := end + _HEADER) <= len(data):
+    end = begin + read_length(data, end)[0] + _FOOTER
+    try:
+      event = Event.FromString(data[begin : end - _FOOTER])
+    except DecodeError:
+      damaged += 1
+      continue
+    for value in event.summary.value:
+      number = _scalar_of(value)
+      if number is not None:
+        rows[value.tag].append((event.step, event.wall_time, number))
+  series = {}
+  for tag, of_tag in rows.items():
+    steps, times, values = zip(*of_tag, strict=True)
+    series[tag] = Series(np.array(steps, np.int64), np.array(times), np.array(values))
+  return series, damaged
 
 
-def _join(events: Sequence[Events]) -> dict[str, Series]:
-  """Joins the series of several files in the order in which they were written."""
+def _scalar_of(value: Any) -> float | None:
+  """Returns the number of a Summary.Value; None if it is something else."""
+  kind = value.WhichOneof("value")
+  if kind == "simple_value":
+    return float(value.simple_value)
+  if kind != "tensor":
+    return None
+  if len(value.tensor.float_val) == 1:  # faster than an array
+    return float(value.tensor.float_val[0])
+  from tensorboard.util.tensor_util import make_ndarray
 
-  def time_written(one: Events) -> tuple[float, float]:
-    # Files state in whole seconds when they were opened, and a restart may take less.
-    return one.start_time or 0, min((float(s.times[0]) for s in one.series.values()), default=0)
-
-  parts: dict[str, list[Series]] = collections.defaultdict(list)
-  for one in sorted(events, key=time_written):
-    for tag, series in one.series.items():
-      parts[tag].append(series)
-  return {
-    tag: Series(*map(np.concatenate, zip(*of_tag, strict=True))) for tag, of_tag in parts.items()
-  }
+  array = make_ndarray(value.tensor)
+  return float(array.item()) if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
-def _find_starts(events: Sequence[Events], log: Sequence[dict[str, Any]]) -> list[Start]:
-  """Returns the starts of the program, each of which opened an event file."""
-  opened = sorted(
-    (e.start_time, min((int(s.steps[0]) for s in e.series.values()), default=None))
-    for e in events
-    if e.start_time is not None and e.series
-  )
-  ends = [line for line in log if line.get("event") == "end"]
-  starts = []
-  for n, (time, step) in enumerate(opened):
-    following = opened[n + 1][0] if n + 1 < len(opened) else math.inf
-    end = next((e for e in ends if time <= _number(e.get("time")) <= following), None)
-    starts.append(Start(time, step, end))
-  return starts
+def without_repeated_steps(series: Series) -> Series:
+  """Returns a series in the order of its steps, with the value that was written last for each.
+
+  A run that restarts repeats the steps after its last checkpoint.
+  """
+  _, from_end = np.unique(series.steps[::-1], return_index=True)
+  return series.take(series.steps.size - 1 - from_end)
+
+
+def decimate(series: Series, max_points: int) -> Curve:
+  """Reduces a series without repeated steps to about `max_points` points."""
+  finite = np.isfinite(series.values)
+  nonfinite_steps, series = series.steps[~finite], series.take(finite)
+  count = series.steps.size
+  if count <= max_points:
+    return Curve(series, None, nonfinite_steps)
+  per_part = -(-count // max(1, max_points // 2))
+  # The last part is filled up with the last value.
+  padded = np.pad(series.values, (0, -count % per_part), mode="edge").reshape(-1, per_part)
+  firsts = np.arange(0, count, per_part)
+  extremes = np.concatenate([padded.argmin(axis=1), padded.argmax(axis=1)])
+  indices = np.minimum(extremes + np.tile(firsts, 2), count - 1)
+  points = series.take(np.unique([0, *indices, count - 1]))
+  sizes = np.diff(firsts, append=count)
+  means = np.add.reduceat(series.values, firsts) / sizes
+  middles = series.take(firsts + sizes // 2)
+  return Curve(points, middles._replace(values=means), nonfinite_steps)
 
 
 def _number(value: Any) -> float:
   is_number = isinstance(value, int | float) and abs(value) < 1e15
   return float(value) if is_number else math.nan
-
-
-def _config_of(events: Sequence[Events]) -> str:
-  """Returns the gin file that TensorBoard shows as an indented block; "" if there is none."""
-  texts = (one.texts.get(tag) for one in events for tag in ("config", "gin_config"))
-  lines = next(filter(None, texts), "").splitlines()
-  return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    "))
 
 
 def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = None) -> list[Any]:
@@ -260,58 +277,35 @@ def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = N
   return objects
 
 
-def _read_metric_files(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
-  """Returns the metrics of predictions in SeqIO's TASK-metrics.jsonl, as event files would have them.
-
-  The files have no times, so all values have that of the last one.
-  """
-  by_group: dict[str, dict[str, Series]] = {}
-  for file in sorted(folder.glob(f"*{_METRICS}")):
-    rows = [
-      row for row in _read_json_lines(file, notes) if not math.isnan(_number(row.get("step")))
-    ]
-    group = by_group[f"inference_eval/{file.name.removesuffix(_METRICS)}"] = {}
-    for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
-      having = [row for row in rows if name in row]
-      steps = np.array([row["step"] for row in having], np.int64)
-      values = np.array([_number(row[name]) for row in having])
-      if not np.isnan(values).all():
-        group[f"eval/{name}"] = Series(steps, np.full(steps.size, file.stat().st_mtime), values)
-  return by_group
-
-
 def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int, list[Texts]]]:
-  """Returns the first predictions of each task at each evaluation, or at some if there are many."""
-  files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
-  for file in sorted((folder / "inference_eval").glob("*.jsonl")):
-    if match := _PREDICTIONS.fullmatch(file.name):
-      files[match["task"]][int(match["step"])] = file
+  """Returns the first predictions of each task at its last evaluations."""
   # Of a step that a restart has repeated, the last prediction of each input remains.
-  others: dict[str, dict[int, dict[str, Texts]]] = {}
+  samples: dict[str, dict[int, dict[str, Texts]]] = collections.defaultdict(dict)
   for row in _read_json_lines(folder / "samples.jsonl", notes):
     if not math.isnan(step := _number(row.get("step"))):
       texts = _texts_of(row)
-      others.setdefault(str(row.get("task")), {}).setdefault(int(step), {})[texts[0]] = texts
-  samples = {
-    task: {step: list(by_step[step].values())[:_MAX_EXAMPLES] for step in _spread(by_step)}
-    for task, by_step in others.items()
+      samples[str(row.get("task"))].setdefault(int(step), {})[texts[0]] = texts
+  shown = {
+    task: {step: list(by_step[step].values())[:_MAX_EXAMPLES] for step in _last(by_step)}
+    for task, by_step in samples.items()
   }
-  for task, file_of in files.items():
-    rows = {
-      step: _read_json_lines(file_of[step], notes, _MAX_EXAMPLES) for step in _spread(file_of)
+  files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
+  for file in (folder / "inference_eval").glob("*.jsonl"):
+    if match := _PREDICTIONS.fullmatch(file.name):
+      files[match["task"]][int(match["step"])] = file
+  for task, of_step in files.items():
+    shown[task] = {
+      step: [*map(_texts_of, _read_json_lines(of_step[step], notes, _MAX_EXAMPLES))]
+      for step in _last(of_step)
     }
-    samples[task] = {step: [_texts_of(row) for row in found] for step, found in rows.items()}
-  return samples
+  return shown
 
 
-def _spread(steps: Iterable[int]) -> list[int]:
-  """Returns the steps in order, or some that are evenly spread if there are many."""
-  steps = sorted(steps)
-  shown = np.linspace(0, len(steps) - 1, min(len(steps), _MAX_EVALUATIONS)).astype(int)
-  return [steps[n] for n in np.unique(shown)]
+def _last(steps: Iterable[int]) -> list[int]:
+  return sorted(steps)[-_MAX_EVALUATIONS:]
 
 
-def _texts_of(row: dict[str, Any]) -> Texts:
+def _texts_of(row: Mapping[str, Any]) -> Texts:
   """Returns input, target and prediction of a line that SeqIO's JSONLogger wrote."""
   inputs = row.get("input", row.get("inputs", {}))
   if not isinstance(inputs, dict):
@@ -342,24 +336,3 @@ def parse_bindings(text: str) -> dict[str, str]:
       statements.append(line.rstrip())
   found = (_BINDING.fullmatch(statement) for statement in statements)
   return {match["name"]: match["value"].strip() for match in found if match}
-
-
-def value_of(bindings: Mapping[str, str], *names: str) -> Any:
-  """Returns the value of the first binding that ends with one of `names`; None if there is none.
-
-  Macros are followed. The value is a number, a string, a list and so on, or the text of a reference.
-  """
-  found = (
-    text
-    for name in names
-    for bound, text in bindings.items()
-    if bound == name or bound.endswith((f".{name}", f"/{name}"))
-  )
-  text = next(found, "")
-  for _ in bindings:  # A chain of macros is never longer than this.
-    if text.startswith("%"):
-      text = bindings.get(text[1:], bindings.get(f"{text[1:]}/macro.value", ""))
-  try:
-    return ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    return text or None

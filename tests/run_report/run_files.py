@@ -22,7 +22,6 @@ def add_event_file(
   *,
   started: float = STARTED,
   as_tensors: bool = True,
-  text: str | None = None,
 ) -> pathlib.Path:
   """Writes an event file of (step, {tag: value}), as clu's writer does or with simple values."""
   folder.mkdir(parents=True, exist_ok=True)
@@ -35,8 +34,6 @@ def add_event_file(
       writer.write(event.SerializeToString())
 
     write(file_version="brain.Event:2")
-    if text is not None:
-      write(summary=_text_summary("config", text))
     first = scalars[0][0] if scalars else 0
     for step, values in scalars:
       for tag, value in values.items():
@@ -55,15 +52,6 @@ def _scalar_summary(tag: str, value: float, as_tensor: bool) -> Any:
   entry.tensor.dtype = 1
   entry.tensor.tensor_shape.SetInParent()
   entry.tensor.tensor_content = struct.pack("<f", value)
-  return summary
-
-
-def _text_summary(tag: str, text: str) -> Any:
-  summary = event_pb2.Event().summary
-  entry = summary.value.add(tag=tag)
-  entry.metadata.plugin_data.plugin_name = "text"
-  entry.tensor.dtype = 7
-  entry.tensor.string_val.append(text.encode())
   return summary
 
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 import run_files
 
-from rosetta_t5.run_report.page import build_page
-from rosetta_t5.run_report.report_command import ReportServer
+from rosetta_t5.run_report.report_command import ReportServer, build_page
 from rosetta_t5.run_report.run_folder import read_runs
 
 PLOT = ".js-plotly-plot .main-svg"
@@ -126,7 +125,7 @@ def test_tables_show_predictions_differences_and_placement(page):
   rows = page.locator("#configuration tbody tr").all_text_contents()
   assert rows == ["network.T5Config.dtype'bfloat16''bfloat16'"]
   page.locator("#model-and-devices summary").first.click()
-  assert page.get_by_text("split over model (2)").first.is_visible()
+  assert page.get_by_text("(None, 'model')").first.is_visible()
   timeline = page.locator("#timeline").text_content()
   assert "preempted or stopped by a signal" in timeline
   assert "ended without a record" in timeline

@@ -15,7 +15,6 @@ import urllib.request
 import pytest
 import run_files
 
-from rosetta_t5.run_report import report_command
 from rosetta_t5.run_report.report_command import ReportServer
 
 
@@ -49,22 +48,6 @@ def test_new_events_are_served(followed):
   later = run_files.training_metrics([1010, 1020])
   run_files.add_event_file(folder / "train", later, started=run_files.STARTED + 1000)
   assert loss_count(server) == before + 2
-
-
-def test_what_is_written_while_the_files_are_read_is_served_next(followed, monkeypatch):
-  server, folder = followed
-  read_runs = report_command.read_runs
-
-  def read_before_the_run_writes(folders):
-    read = read_runs(folders)
-    later = run_files.training_metrics([1010])
-    run_files.add_event_file(folder / "train", later, started=run_files.STARTED + 1000)
-    return read
-
-  monkeypatch.setattr(report_command, "read_runs", read_before_the_run_writes)
-  before = loss_count(server)
-  monkeypatch.undo()
-  assert loss_count(server) == before + 1
 
 
 def test_other_sites_and_paths_are_refused(followed):

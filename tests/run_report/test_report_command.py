@@ -13,9 +13,8 @@ import pytest
 import run_files
 
 from rosetta_t5 import cli
-from rosetta_t5.run_report.page import build_page
-from rosetta_t5.run_report.run_folder import read_runs
-from rosetta_t5.run_report.series import Series
+from rosetta_t5.run_report.report_command import build_page
+from rosetta_t5.run_report.run_folder import Series, read_runs
 
 HOSTILE = "</script><img src=x onerror=\"document.title='stolen'\">'&"
 
@@ -84,8 +83,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    (["{runs}/nowhere"], "nowhere does not exist: give the MODEL_DIR of a training run"),
-    (["gs://bucket/run"], r"gs://bucket/run is in the cloud.*: copy it first"),
+    (["{runs}/nowhere"], "nowhere contains no metrics of a run: give a MODEL_DIR"),
     (["{run}", "--out", "{tmp}"], "error: {tmp}: Is a directory"),
     (["{run}", "--out", "{run}/config.gin/a.html"], "config.gin: (Not a directory|File exists)"),
     (["{run}", "--follow", "--out", "{tmp}/a.html"], "--follow serves the page and writes no file"),

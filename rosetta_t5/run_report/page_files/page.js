@@ -396,7 +396,7 @@ function modelSection() {
     });
     const parts = [make("summary", { textContent: run.name }), about];
     if (run.variables.length) {
-      const columns = ["Array", "Shape", "Elements", "Partition spec", "Placement"];
+      const columns = ["Array", "Shape", "Elements", "Partition spec"];
       const fill = (filter) => {
         const rows = run.variables.filter((row) => row[0].toLowerCase().includes(filter));
         return table(columns, rows.map(([name, shape, size, ...rest]) => [name, shape, size.toLocaleString("en"), ...rest]), "code", [2]);
