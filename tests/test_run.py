@@ -128,7 +128,12 @@ def test_the_report_of_a_run_has_its_facts_and_its_metrics(finished):
   assert {panel.section for panel in panels} == {"Training", "Evaluation", "Other metrics"}
   assert missing_titles(panels) == ["Model FLOPs utilization"]  # unknown for a CPU
   row = dict(zip(COLUMNS, summary_row(run), strict=True))
-  assert [row[name] for name in ("Precision", "#GPUs", "TP", "BS / GPU")] == ["float32", "8", "1", "1"]
+  assert [row[name] for name in ("Precision", "#GPUs", "TP", "BS / GPU")] == [
+    "float32",
+    "8",
+    "1",
+    "1",
+  ]
 
 
 def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):
