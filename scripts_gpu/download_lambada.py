@@ -1,13 +1,9 @@
 #!/usr/bin/env python3
-"""Prints where to get LAMBADA, and copies a local file to the folder that the task `lambada` reads.
-
-python scripts_gpu/download_lambada.py                                  print where to get the file
-python scripts_gpu/download_lambada.py --file lambada_test.jsonl --data_dir DIR
-"""
+"""Prints where to get LAMBADA, and where the task `lambada` reads it."""
 
 import sys
 
-from rosetta_t5.data.download_scripts import install_lambada
+from t5x.contrib.gpu.scripts_gpu.download_lambada import main
 
 if __name__ == "__main__":
-  sys.exit(install_lambada())
+  sys.exit(main())

@@ -212,7 +212,7 @@ BAD_INPUT = {
   ),
   "missing length": (
     "TASK_FEATURE_LENGTHS={'inputs': 32}",
-    r"has no length for 'targets'.* set for example TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 512}",
+    r"must have the features .* set for example TASK_FEATURE_LENGTHS = {'inputs': 32, 'targets': 512}",
   ),
   "activation that does not exist": (
     "network.T5Config.mlp_activations=('gleu', 'linear')",

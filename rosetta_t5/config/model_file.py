@@ -306,7 +306,7 @@ def _data_variables() -> dict[str, str]:
 def _data_folders() -> dict[str, str | None]:
   """Returns where the run finds its data."""
   from rosetta_t5.data import local_copies, quickstart_data
-  from rosetta_t5.data.seqio_internals import tfds_data_dir_override
+  from rosetta_t5.data.tensorflow_import import tfds_data_dir_override
 
   given = tfds_data_dir_override() or os.environ.get(local_copies.DATA_VARIABLE)
   quickstart = str(quickstart_data.data_folder())

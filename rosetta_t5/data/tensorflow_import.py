@@ -1,7 +1,8 @@
 """TensorFlow and SeqIO as modules `tf` and `seqio` that are imported when they are first used.
 
 They are imported on the CPU, quietly and without Keras. Other modules of `data` import `tf` and `seqio` from
-here at their top, and remain fast to import.
+here at their top, and remain fast to import. SeqIO's private names that are used are in this file too; setup.cfg
+limits SeqIO's version, because a new one may be used only if `tests/data/test_tensorflow_import.py` passes with it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rosetta_t5.data.seqio_internals import replace_model_loader
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_vocabulary_model
 
 # TensorFlow's C++ code prints these lines before it reads any setting such as TF_CPP_MIN_LOG_LEVEL.
@@ -59,7 +59,8 @@ def import_seqio() -> Any:
   with _defer_keras_import():
     import seqio
 
-  replace_model_loader(load_vocabulary_model)
+  vocabularies = seqio.vocabularies
+  vocabularies._load_model = functools.partial(load_vocabulary_model, vocabularies._load_model)
   logging.getLogger("absl").addFilter(_is_useful)
   return seqio
 
@@ -143,3 +144,27 @@ if TYPE_CHECKING:
 else:
   seqio = _LazyModule("seqio", import_seqio)
   tf = _LazyModule("tensorflow", import_tensorflow)
+
+
+def tfds_data_dir_override() -> str | None:
+  """Returns the folder given by --tfds_data_dir; SeqIO has a setter for it but no getter."""
+  return seqio.utils._TFDS_DATA_DIR_OVERRIDE
+
+
+def passthrough_features(converter: Any) -> Set[str]:
+  """Returns the names of the features that a SeqIO feature converter copies unchanged."""
+  return set(getattr(converter, "_passthrough_features", ()))
+
+
+def replace_loggers(
+  evaluator: Any, replace: Callable[[Callable[..., None]], Callable[..., None]]
+) -> None:
+  """Replaces each logger of a SeqIO evaluator, which has a getter for them but no setter."""
+  evaluator._loggers = tuple(replace(logger) for logger in getattr(evaluator, "_loggers", ()))
+
+
+def write_utf8(logger: Any) -> None:
+  """Makes a SeqIO logger that writes JSON write UTF-8, where it would write \\u escapes."""
+  encoder = getattr(logger, "_json_encoder_cls", None)
+  if encoder is not None:
+    logger._json_encoder_cls = lambda **options: encoder(**{**options, "ensure_ascii": False})

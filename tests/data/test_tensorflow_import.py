@@ -1,14 +1,18 @@
-"""TensorFlow is imported only when it is needed, quietly, and sees no GPU."""
+"""TensorFlow is imported only when it is needed, quietly, and sees no GPU; SeqIO still has its private names."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+from rosetta_t5.data import tensorflow_import
 from rosetta_t5.data.tensorflow_import import (
+  import_seqio,
   import_tensorflow,
   quiet_tensorflow_import,
 )
@@ -57,3 +61,51 @@ print(tensorflow_text.keras.layers.ToDense.__name__, tf.keras.layers.Dense(3)(tf
 def test_tensorflow_seqio_and_keras_are_imported_when_they_are_first_used():
   out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
   assert out.stdout.splitlines() == ["False False", "False False False", "ToDense (2, 3)"]
+
+
+ADVICE = (
+  "SeqIO has moved a private name. Look for the new name in seqio's source, use it in "
+  "rosetta_t5/data/tensorflow_import.py, and raise the bound on seqio in setup.cfg."
+)
+
+
+@pytest.mark.parametrize(
+  ("module", "name"),
+  [("seqio.vocabularies", "_load_model"), ("seqio.utils", "_TFDS_DATA_DIR_OVERRIDE")],
+)
+def test_seqio_has_the_private_name(module: str, name: str) -> None:
+  import_tensorflow()
+  assert hasattr(importlib.import_module(module), name), ADVICE
+
+
+def test_the_folder_of_tfds_is_read_back() -> None:
+  seqio = import_seqio()
+  seqio.set_tfds_data_dir_override(None)  # An earlier test of this process may have set it.
+  assert tensorflow_import.tfds_data_dir_override() is None
+  try:
+    seqio.set_tfds_data_dir_override("/data")
+    assert tensorflow_import.tfds_data_dir_override() == "/data", ADVICE
+  finally:
+    seqio.set_tfds_data_dir_override(None)
+
+
+def test_passthrough_features_of_a_converter_are_known() -> None:
+  seqio = import_seqio()
+  features = {"id": seqio.FeatureConverter.FeatureSpec("int32")}
+  converter = seqio.EncDecFeatureConverter(pack=False, passthrough_features=features)
+  assert tensorflow_import.passthrough_features(converter) == {"id"}, ADVICE
+
+
+def test_vocabularies_load_their_models_with_the_replaced_loader() -> None:
+  vocabulary = import_seqio().SentencePieceVocabulary("gs://bucket/missing.model")
+  with pytest.raises(ValueError, match=r"missing\.model is not on this machine"):
+    _ = vocabulary.vocab_size
+
+
+def test_results_of_evaluations_are_written_in_utf8(tmp_path: pathlib.Path) -> None:
+  logger = import_seqio().JSONLogger(str(tmp_path))
+  tensorflow_import.write_utf8(logger)
+  rows = import_tensorflow().data.Dataset.from_tensors({"inputs_pretokenized": "こんにちは"})
+  logger("greetings", 1, {}, rows, {"prediction": ["é"]}, ["ñ"])
+  text = (tmp_path / "greetings-000001.jsonl").read_text(encoding="utf-8")
+  assert all(word in text for word in ("こんにちは", "é", "ñ")), ADVICE

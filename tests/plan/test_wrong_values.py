@@ -76,7 +76,7 @@ def test_a_run_refuses_what_a_check_refuses_with_the_same_text(check, capsys, mo
   [
     ("USE_CACHED_TASKS=True", "has no offline cache, but USE_CACHED_TASKS = True"),
     ("train/utils.DatasetConfig.split='trian'", "has no split 'trian'; it has 'train'"),
-    ("TASK_FEATURE_LENGTHS={'inputs': 8}", "has no length for 'targets'"),
+    ("TASK_FEATURE_LENGTHS={'inputs': 8}", "must have the features"),
     ("network.T5Config.vocab_size=100", "embedding table has only 100 rows"),
   ],
 )

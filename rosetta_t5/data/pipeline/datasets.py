@@ -53,8 +53,8 @@ def get_dataset(
   """
   if continue_from_last_checkpoint:
     raise ValueError(
-      "get_dataset does not support continue_from_last_checkpoint: set it to False, and set "
-      "utils.RestoreCheckpointConfig.restore_dataset = True to restore the feed's position."
+      "get_dataset.continue_from_last_checkpoint must be False: to restore the feed's position, set "
+      "utils.RestoreCheckpointConfig.restore_dataset = True"
     )
   _check_batch_size(cfg, num_shards)
   seed = resolve_seed(cfg)
@@ -126,8 +126,8 @@ def get_training_eval_datasets(
   del model_dir, start_step
   if deterministic:
     raise ValueError(
-      "get_training_eval_datasets does not support deterministic=True (T5X's deterministic tasks): "
-      "leave it False. Evaluation without shuffling reads the same examples every time."
+      "get_training_eval_datasets.deterministic=True (T5X's deterministic tasks) is not supported: leave it "
+      "False"
     )
   _check_batch_size(cfg, num_shards)
   provider = task_lookup.find_task_or_mixture(cfg)

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5 import terminal
-from rosetta_t5.data import seqio_internals
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline import task_lookup
 from rosetta_t5.data.pipeline.task_lookup import naming_data, subtasks_with_split
-from rosetta_t5.data.tasks.catalogue import registered_names
-from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_utf8
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
 Example = str | Mapping[str, str]
@@ -135,11 +133,6 @@ def make_evaluator(
   task_lookup.check_cached(cfg, provider)
   if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
     task_lookup.check_split(cfg, provider)
-  if cfg.name not in registered_names() or seqio.get_mixture_or_task(cfg.name) is not provider:
-    raise ValueError(
-      f"The task '{cfg.name}' must be in SeqIO's registry, because the evaluator looks it up there. "
-      "Register it with seqio.TaskRegistry.add, and give its name instead of the task"
-    )
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
@@ -155,13 +148,13 @@ def make_evaluator(
       use_memory_cache=cfg.use_memory_cache,
       **log_options,
     )
-  seqio_internals.replace_loggers(evaluator, _without_errors)
+  replace_loggers(evaluator, _without_errors)
   return evaluator
 
 
 def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
   """Returns a logger that writes UTF-8, and logs an error instead of raising it."""
-  seqio_internals.write_utf8(logger)
+  write_utf8(logger)
 
   def log(*args: Any, **kwargs: Any) -> None:
     with terminal.optional_output("the results of predictions", Exception):

@@ -12,9 +12,13 @@ from typing import Any
 from rosetta_t5.data.dataset_config import DatasetConfig, import_module
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.reading import unwrap_reader_errors
-from rosetta_t5.data.seqio_internals import passthrough_features, tfds_data_dir_override
 from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
-from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.tensorflow_import import (
+  passthrough_features,
+  seqio,
+  tf,
+  tfds_data_dir_override,
+)
 from rosetta_t5.user_errors import did_you_mean, reason_of
 
 # The errors of TensorFlow about files that are damaged, missing or not readable.
@@ -29,14 +33,21 @@ def find_task_or_mixture(cfg: DatasetConfig) -> Any:
   """
   is_name = isinstance(cfg.mixture_or_task_name, str)
   # T5X's recipes import t5 for tasks that are known here too, so t5 need not be installed.
-  if cfg.module and not (is_name and cfg.name in TASKS and _is_missing_t5(cfg.module)):
+  is_t5s = is_name and cfg.name in TASKS and (cfg.module or "").split(".")[0] == "t5"
+  if cfg.module and not (is_t5s and find_spec("t5") is None):
     import_module(cfg.module)
   if not is_name:
     return cfg.mixture_or_task_name
   register(cfg.name)
-  if cfg.name not in registered_names():
-    raise ValueError(_unknown_task_message(cfg, {*registered_names(), *TASKS}))
-  return seqio.get_mixture_or_task(cfg.name)
+  known = registered_names()
+  if cfg.name in known:
+    return seqio.get_mixture_or_task(cfg.name)
+  near = did_you_mean(cfg.name, {*known, *TASKS}, cutoff=0.5)
+  raise ValueError(
+    f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME).{near} Set "
+    "MIXTURE_OR_TASK_MODULE (DatasetConfig.module) to the module of yours that registers it, got "
+    f"{cfg.module!r}"
+  )
 
 
 def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> Any:
@@ -53,24 +64,7 @@ def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> 
   check_cached(cfg, provider)
   check_split(cfg, provider)
   check_feature_lengths(cfg, converter)
-  _check_types(cfg, provider, converter)
   return provider
-
-
-def _is_missing_t5(module: str) -> bool:
-  """Returns whether a module is part of the package t5 and t5 is not installed."""
-  return module.split(".")[0] == "t5" and find_spec("t5") is None
-
-
-def _unknown_task_message(cfg: DatasetConfig, known: set[str]) -> str:
-  near = did_you_mean(cfg.name, known, cutoff=0.5)
-  text = f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME).{near}"
-  if cfg.module:
-    return f"{text} The module {cfg.module!r} was imported, but registers no such name."
-  return (
-    f"{text} If your own module registers it, import that module in the gin file or set "
-    "MIXTURE_OR_TASK_MODULE = 'your.module' (DatasetConfig.module), which is not set."
-  )
 
 
 def check_split(cfg: DatasetConfig, provider: Any) -> None:
@@ -90,13 +84,9 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
   try:
     splits = sorted(provider.splits)
   except Exception as error:
-    if not isinstance(getattr(provider, "source", None), seqio.TfdsDataSource):
-      raise
-    folder = tfds_data_dir_override() or "the folder of TensorFlow Datasets"
     raise ValueError(
-      f"The data of the task '{cfg.name}' cannot be opened in {folder} "
-      f"({reason_of(error)[:300]}). Correct --tfds_data_dir, or "
-      "restore the dataset's files there, such as dataset_info.json and features.json"
+      f"The data of the task '{cfg.name}' cannot be opened in {tfds_data_dir_override()} "
+      f"({reason_of(error)[:300]}). Correct --tfds_data_dir, or restore the dataset's files there"
     ) from error
   if not has_split(provider, cfg.split):
     raise ValueError(
@@ -170,32 +160,14 @@ def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter)
   Raises:
     ValueError: a feature has no length, or the model does not read it.
   """
-  wanted = set(converter.TASK_FEATURES) | passthrough_features(converter)
+  wanted = sorted(set(converter.TASK_FEATURES) | passthrough_features(converter))
   given = dict(cfg.task_feature_lengths or {})
-  if wanted == set(given):
-    return
-  wrong = [f"has no length for '{name}'" for name in sorted(wanted - set(given))]
-  wrong += [
-    f"names '{name}', which the model does not read" for name in sorted(given.keys() - wanted)
-  ]
-  example = {name: given.get(name, 512) for name in sorted(wanted)}
-  raise ValueError(
-    f"TASK_FEATURE_LENGTHS = {given} (task '{cfg.name}') {' and '.join(wrong)}. "
-    f"{type(converter).__name__} reads {sorted(wanted)}: set for example "
-    f"TASK_FEATURE_LENGTHS = {example}."
-  )
-
-
-def _check_types(cfg: DatasetConfig, provider: Any, converter: seqio.FeatureConverter) -> None:
-  """Raises ValueError if a feature of the task does not have the dtype that the model reads."""
-  for name, spec in converter.TASK_FEATURES.items():
-    feature = provider.output_features.get(name)
-    if feature is not None and feature.dtype != spec.dtype:
-      raise ValueError(
-        f"The feature '{name}' of the task '{cfg.name}' must have the type {spec.dtype.name}, got "
-        f"{feature.dtype.name}: write seqio.Feature(..., dtype=tf.{spec.dtype.name}), and convert the "
-        f"values in a preprocessor with tf.cast(..., tf.{spec.dtype.name})."
-      )
+  if wanted != sorted(given):
+    raise ValueError(
+      f"TASK_FEATURE_LENGTHS = {given} (task '{cfg.name}') must have the features {wanted}, which "
+      f"{type(converter).__name__} reads: set for example TASK_FEATURE_LENGTHS = "
+      f"{ {name: given.get(name, 512) for name in wanted} }"
+    )
 
 
 def task_files(task: Any, cfg: DatasetConfig) -> list[str]:

@@ -15,8 +15,8 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
 from rosetta_t5 import manifest as file_manifest
@@ -56,7 +56,6 @@ data.prepared_task.folders = {folder!r}
 """
 
 Summary = Mapping[str, Any]  # what `run_job` returns
-Progress = Callable[[int, int], None]
 
 
 def prepare(
@@ -71,7 +70,6 @@ def prepare(
   on_bad_example: str = "skip",
   workers: int | None = None,
   executor: Executor | None = None,
-  progress: Progress | None = None,
 ) -> dict[str, Any]:
   """Tokenizes files into the folder `out`, and returns its manifest.
 
@@ -90,7 +88,6 @@ def prepare(
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     workers: number of processes; None for one per core.
     executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
-    progress: called after each shard with the numbers of completed shards and of all shards.
 
   Raises:
     ValueError: there is no file or no document, the vocabulary is not valid, `out` contains
@@ -115,9 +112,14 @@ def prepare(
     "validation_percent": validation_percent,
     "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
   }
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(exclusive_output(folder))
-    _check_settings(folder, settings)
+  with exclusive_output(folder):
+    if (folder / MANIFEST).exists():  # Runs may be using the tokens.
+      stored = read_manifest(folder)
+      before = {name: stored.get(name, stored["vocabulary"]["sha256"]) for name in settings}
+      if before != settings:
+        raise ValueError(
+          f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
+        )
     write_atomically(folder / VOCABULARY, model)
     jobs = _plan(
       files,
@@ -129,13 +131,7 @@ def prepare(
     )
     (folder / MANIFEST).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
-    if executor is None:
-      # A fork of a process that has threads, as JAX has, can hang.
-      spawn = multiprocessing.get_context("spawn")
-      count = min(workers or os.cpu_count() or 1, len(jobs))
-      executor = stack.enter_context(ProcessPoolExecutor(count, spawn, _end_with_parent))
-    shards = _run(jobs, executor, progress)
-    manifest = _manifest(jobs[0], tokenizer.get_piece_size(), shards)
+    manifest = _manifest(jobs[0], tokenizer.get_piece_size(), _run(jobs, workers, executor))
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
     # ArrayRecord detects damage of the shards themselves.
     indices = [path.name for path in folder.glob("*.ends.npy")]
@@ -146,37 +142,18 @@ def prepare(
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
   """Groups files into shards by size alone, so that the same input always gives the same shards."""
   stats = [(str(pathlib.Path(file).absolute()), os.stat(file)) for file in files]
-  total = sum(stat.st_size for _, stat in stats)
-  target = min(_MAX_SHARD_BYTES, -(-total // _MIN_SHARDS))
+  target = min(_MAX_SHARD_BYTES, -(-sum(stat.st_size for _, stat in stats) // _MIN_SHARDS))
   groups: list[list[tuple[str, int, int]]] = []
-  remaining = 0
+  remaining = -1
   for path, stat in stats:
-    if not groups or remaining < stat.st_size:
+    if remaining < stat.st_size:
       groups.append([])
       remaining = target
     groups[-1].append((path, stat.st_size, stat.st_mtime_ns))
     remaining -= stat.st_size
   return [
-    ShardJob(number=number, shards=len(groups), files=tuple(group), **settings)
-    for number, group in enumerate(groups)
+    ShardJob(number, len(groups), tuple(group), **settings) for number, group in enumerate(groups)
   ]
-
-
-def _check_settings(folder: pathlib.Path, settings: Mapping[str, Any]) -> None:
-  """Raises ValueError if the folder is complete and has other tokens, which runs may be using."""
-  if not (folder / MANIFEST).exists():
-    return
-  stored = read_manifest(folder)
-  stored["vocabulary_sha256"] = stored["vocabulary"]["sha256"]
-  others = [
-    f"{name} = {stored[name]!r} instead of {value!r}"
-    for name, value in settings.items()
-    if stored[name] != value
-  ]
-  if others:
-    raise ValueError(
-      f"{folder} was prepared with {' and '.join(others)}: set --out to another folder, or delete this one"
-    )
 
 
 def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
@@ -202,34 +179,34 @@ def _end_with_parent() -> None:
   threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-def _run(jobs: Sequence[ShardJob], executor: Executor, progress: Progress | None) -> list[Summary]:
+def _run(jobs: Sequence[ShardJob], workers: int | None, given: Executor | None) -> list[Summary]:
   """Runs the jobs whose shards are not complete, largest first, and returns the summaries of all."""
   done = {job.number: summary for job in jobs if (summary := job.stored_summary())}
   incomplete = [job for job in jobs if job.number not in done]
   incomplete.sort(key=lambda job: sum(size for _, size, _ in job.files), reverse=True)
-  pending = {executor.submit(run_job, job): job.number for job in incomplete}
-  try:
-    for future in as_completed(pending):
-      done[pending[future]] = future.result()
-      if progress is not None:
-        progress(len(done), len(jobs))
-  except BaseException:
-    for future in pending:
-      future.cancel()
-    raise
+  # A fork of a process that has threads, as JAX has, can hang.
+  spawn = multiprocessing.get_context("spawn")
+  count = min(workers or os.cpu_count() or 1, len(jobs))
+  pool = (
+    contextlib.nullcontext(given) if given else ProcessPoolExecutor(count, spawn, _end_with_parent)
+  )
+  with pool as executor:
+    results = executor.map(run_job, incomplete)  # An error in one cancels those that wait.
+    shown = terminal.track(results, "preparing", len(incomplete), "shards", sys.stderr)
+    done |= {job.number: summary for job, summary in zip(incomplete, shown, strict=True)}
   return [done[job.number] for job in jobs]
 
 
 def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str, Any]:
-  def total(name: str) -> Counter[str]:
-    return sum((Counter(shard[name]) for shard in shards), Counter[str]())
-
   splits: dict[str, dict[str, Any]] = {}
   for split in SPLITS:
     entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
     counts = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
     splits[split] = {**counts, "shards": entries}
-  bad_examples = total("bad_examples")
+  losses, bad_examples = (
+    sum((Counter(shard[name]) for shard in shards), Counter[str]())
+    for name in ("losses", "bad_examples")
+  )
   first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
   if not splits["train"]["documents"]:
     raise ValueError(
@@ -244,7 +221,7 @@ def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str
     "validation_percent": job.validation_percent,
     "text_bytes": sum(shard["text_bytes"] for shard in shards),
     "splits": splits,
-    "losses": total("losses"),
+    "losses": losses,
     "bad_examples": bad_examples,
     "first_bad_example": first_bad,
     "sources": [{"file": path, "bytes": n} for shard in shards for path, n, _ in shard["sources"]],
@@ -280,37 +257,30 @@ def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   terminal.continue_without_output()
   columns = tuple(arguments.columns or ()) or None
-  read_options = ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted)
-  with contextlib.ExitStack() as stack:
-    bar = stack.enter_context(terminal.progress_bar("preparing", unit="shards", stream=sys.stderr))
-    executor = None
-    if arguments.dask is not None:
-      executor = stack.enter_context(_dask_client(arguments.dask)).get_executor()
-    manifest = prepare(
-      arguments.input,
-      arguments.vocab,
-      arguments.out,
-      text=arguments.text_key,
-      validation_percent=arguments.validation_percent,
-      append_end=arguments.append_eos,
-      read_options=read_options,
-      on_bad_example=arguments.on_bad_example,
-      workers=arguments.workers,
-      executor=executor,
-      progress=bar.update,
-    )
+  manifest = prepare(
+    arguments.input,
+    arguments.vocab,
+    arguments.out,
+    text=arguments.text_key,
+    validation_percent=arguments.validation_percent,
+    append_end=arguments.append_eos,
+    read_options=ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted),
+    on_bad_example=arguments.on_bad_example,
+    workers=arguments.workers,
+    executor=None if arguments.dask is None else _dask_executor(arguments.dask),
+  )
   print(f"{arguments.out} is complete:")
   print("\n".join(_summary(manifest)))
   print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")
   return 0
 
 
-def _dask_client(address: str) -> Any:
+def _dask_executor(address: str) -> Executor:
   try:
     from dask import distributed
   except ImportError:
     raise ValueError("--dask needs Dask: pip install 'rosetta-t5[cluster]'") from None
-  return distributed.Client(None if address == "local" else address)
+  return distributed.Client(None if address == "local" else address).get_executor()
 
 
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:

@@ -209,15 +209,13 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
       manifest is damaged.
   """
   path = pathlib.Path(folder) / MANIFEST
-  if path.exists():
-    file_manifest.verify(folder, {MANIFEST}.__contains__)
-    return read_json_object(path)
-  done = len(list(path.parent.glob("shards/*.json")))
-  state = f"only {done} shards are complete" if done else "the folder is not prepared data"
-  raise ValueError(
-    f"There is no {path}: {state}. Prepare it: rosetta-t5 prepare --input FILES --vocab MODEL "
-    f"--out {folder}"
-  )
+  if not path.exists():
+    raise ValueError(
+      f"There is no {path}: the folder is not prepared data, or was not completed. Prepare it: "
+      f"rosetta-t5 prepare --input FILES --vocab MODEL --out {folder}"
+    )
+  file_manifest.verify(folder, {MANIFEST}.__contains__)
+  return read_json_object(path)
 
 
 class TokenStream:

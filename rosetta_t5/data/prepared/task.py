@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -95,6 +95,58 @@ class PreparedTask:
     names = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
     return dict.fromkeys(names, feature)
 
+  def objectives(self, lengths: Mapping[str, int], tokenizer: Any) -> list[BatchObjective]:
+    """Returns a list with the objective; for "ul2", with its seven denoisers.
+
+    Args:
+      lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
+      tokenizer: the SentencePiece model, without sentinels.
+
+    Raises:
+      ValueError: `lengths` has the wrong features or too small values for the objective.
+    """
+    expected = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
+    if sorted(lengths) != expected:
+      raise ValueError(
+        f"TASK_FEATURE_LENGTHS must have the features {expected} for the objective {self.objective}, "
+        f"got {dict(lengths)}"
+      )
+    if self.objective == "causal_lm":
+      return [CausalLM(lengths["targets"])]
+    denoisers = {
+      "span_corruption": [Denoiser("", self.noise_density, self.mean_span_length)],
+      "prefix_lm": [Denoiser("", None, None)],
+      "ul2": UL2_DENOISERS.values(),
+    }
+    return [self._fit(denoiser, lengths, tokenizer) for denoiser in denoisers[self.objective]]
+
+  def _fit(self, denoiser: Denoiser, lengths: Mapping[str, int], tokenizer: Any) -> BatchObjective:
+    """Returns an objective whose segments fill both features, including one end token in each."""
+    mode, density, mean = (
+      tuple(tokenizer.encode(denoiser.mode)),
+      denoiser.density,
+      denoiser.mean_length,
+    )
+    if mean is None:
+      without_end = {name: size - 1 for name, size in lengths.items()}
+      length, most, density = prefix_lengths(without_end, len(mode), density)
+      return PrefixLM(length, density, min(most, length - 1), mode)
+    assert density is not None
+    longest = segment_length(lengths["inputs"] - len(mode), lengths["targets"], density, mean)
+    # T5's formula counts no sentinel if less than half a span is dropped. Then a shorter segment fits.
+    for length in range(longest, 1, -1):
+      noise, spans = noise_and_spans(length, density, mean)
+      inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
+      if inputs <= lengths["inputs"] and targets <= lengths["targets"]:
+        break
+    else:
+      raise ValueError(
+        f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
+      )
+    warn_of_missing_sentinels(length, spans, self.extra_ids)
+    vocab_size = tokenizer.get_piece_size() + self.extra_ids
+    return SpanCorruption(length, density, mean, vocab_size, mode)
+
   def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
     """Returns this shard's rows of every training batch.
 
@@ -104,15 +156,8 @@ class PreparedTask:
     """
     lengths = dict(cfg.task_feature_lengths or {})
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
-    objectives = make_objectives(
-      self.objective,
-      lengths,
-      streams[0].manifest["vocabulary"]["pieces"],
-      self.extra_ids,
-      load_sentencepiece(os.path.join(self.folders[0], VOCABULARY)).encode,
-      self.noise_density,
-      self.mean_span_length,
-    )
+    tokenizer = load_sentencepiece(os.path.join(self.folders[0], VOCABULARY))
+    objectives = self.objectives(lengths, tokenizer)
     sources = [(stream, objective) for stream in streams for objective in objectives]
     rates = self.rates or [float(stream.size) for stream in streams]
     return BatchSequence(
@@ -201,7 +246,7 @@ class SpanCorruption(BatchObjective):
     inputs, targets = corrupt_spans(
       tokens_BL, keys_B, self.vocab_size, self.density, self.mean_length
     )
-    return _inputs_and_targets(self.mode, inputs, targets)
+    return _with_mode(self.mode, inputs, targets)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,84 +274,10 @@ class PrefixLM(BatchObjective):
     positions_BM = starts_B1 + np.arange(self.most)[None]
     targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, self.length - 1), axis=1)
     targets = np.where(positions_BM < self.length, targets, 0)
-    return _inputs_and_targets(self.mode, inputs, targets)
+    return _with_mode(self.mode, inputs, targets)
 
 
-def make_objectives(
-  name: str,
-  lengths: Mapping[str, int],
-  pieces: int,
-  extra_ids: int,
-  encode: Callable[[str], Sequence[int]],
-  density: float = 0.15,
-  mean_length: float = 3.0,
-) -> list[BatchObjective]:
-  """Returns a list with the objective of this name; for "ul2", with its seven denoisers.
-
-  Args:
-    name: one of OBJECTIVES.
-    lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
-    pieces: size of the vocabulary without the sentinels.
-    extra_ids: number of sentinels, whose ids follow the pieces.
-    encode: tokenizes a text, such as UL2's "[NLU]".
-    density: fraction of the tokens that span_corruption drops.
-    mean_length: mean number of tokens in a span that span_corruption drops.
-
-  Raises:
-    ValueError: `lengths` has the wrong features or too small values for the objective.
-  """
-  expected = {"targets"} if name == "causal_lm" else {"inputs", "targets"}
-  if set(lengths) != expected:
-    raise ValueError(
-      f"TASK_FEATURE_LENGTHS must have the features {sorted(expected)} for the objective {name}, "
-      f"got {dict(lengths)}"
-    )
-  if name == "causal_lm":
-    return [CausalLM(lengths["targets"])]
-  denoisers = {
-    "span_corruption": [Denoiser("", density, mean_length)],
-    "prefix_lm": [Denoiser("", None, None)],
-    "ul2": list(UL2_DENOISERS.values()),
-  }
-  return [
-    _fit_denoiser(denoiser, lengths, pieces, extra_ids, tuple(encode(denoiser.mode)))
-    for denoiser in denoisers[name]
-  ]
-
-
-def _fit_denoiser(
-  denoiser: Denoiser,
-  lengths: Mapping[str, int],
-  pieces: int,
-  extra_ids: int,
-  mode: tuple[int, ...],
-) -> BatchObjective:
-  """Returns an objective whose segments fill both features, including one end token in each."""
-  if denoiser.mean_length is None:
-    without_end = {name: size - 1 for name, size in lengths.items()}
-    length, most, density = prefix_lengths(without_end, len(mode), denoiser.density)
-    return PrefixLM(length, density, min(most, length - 1), mode)
-  assert denoiser.density is not None
-  longest = segment_length(
-    lengths["inputs"] - len(mode), lengths["targets"], denoiser.density, denoiser.mean_length
-  )
-  # T5's formula counts no sentinel if less than half a span is dropped. Then a shorter segment fits.
-  for length in range(longest, 1, -1):
-    noise, spans = noise_and_spans(length, denoiser.density, denoiser.mean_length)
-    inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
-    if inputs <= lengths["inputs"] and targets <= lengths["targets"]:
-      break
-  else:
-    raise ValueError(
-      f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
-    )
-  warn_of_missing_sentinels(length, spans, extra_ids)
-  return SpanCorruption(length, denoiser.density, denoiser.mean_length, pieces + extra_ids, mode)
-
-
-def _inputs_and_targets(
-  mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray
-) -> HostBatch:
+def _with_mode(mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray) -> HostBatch:
   modes_BK = np.tile(np.array(mode, np.int32), (len(inputs_BL), 1))
   inputs_BL = np.concatenate([modes_BK, inputs_BL], axis=1)
   return {"inputs": _append_end(inputs_BL), "targets": _append_end(targets_BM)}

@@ -15,9 +15,8 @@ from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.data.local_copies import DATA_VARIABLE, T5_VOCABULARY, data_folders, find_tfds
 from rosetta_t5.data.objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader, ReadOptions, make_converter
-from rosetta_t5.data.seqio_internals import tfds_data_dir_override
 from rosetta_t5.data.tasks.known_tasks import TASKS, TaskSpec
-from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.tensorflow_import import seqio, tf, tfds_data_dir_override
 
 
 def registered_names() -> set[str]:

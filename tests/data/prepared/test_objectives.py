@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from rosetta_t5.data.objectives import (
 )
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.prepared.prepared_batches import random_keys
-from rosetta_t5.data.prepared.task import make_objectives
+from rosetta_t5.data.prepared.task import PreparedTask
 
 PIECES = 1000
 EXTRA_IDS = 200
@@ -27,11 +28,15 @@ def encode(text: str) -> list[int]:
   return [3 + ord(character) % 50 for character in text]
 
 
+TOKENIZER = types.SimpleNamespace(encode=encode, get_piece_size=lambda: PIECES)
+
+
 def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray, Any, dict]]:
   """Returns (segments, objective, features of these segments) for each objective of this name."""
   lengths = options.pop("lengths", BOTH)
   found = []
-  for objective in make_objectives(name, lengths, PIECES, EXTRA_IDS, encode, **options):
+  task = PreparedTask((), name, extra_ids=EXTRA_IDS, **options)
+  for objective in task.objectives(lengths, TOKENIZER):
     tokens = np.random.default_rng(0).integers(3, PIECES, (rows, objective.length), np.int32)
     found.append((tokens, objective, objective.features(tokens, random_keys(3, np.arange(rows)))))
   return found
@@ -133,13 +138,13 @@ def counts(inputs: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
   [
     ({"inputs": 512, "targets": 114}, {}),
     pytest.param({"inputs": 512, "targets": 128}, {}, marks=pytest.mark.slow),
-    pytest.param({"inputs": 100, "targets": 60}, {"density": 0.3}, marks=pytest.mark.slow),
+    pytest.param({"inputs": 100, "targets": 60}, {"noise_density": 0.3}, marks=pytest.mark.slow),
     pytest.param(
       {"inputs": 512, "targets": 512},
-      {"density": 0.5, "mean_length": 3.0},
+      {"noise_density": 0.5, "mean_span_length": 3.0},
       marks=pytest.mark.slow,
     ),
-    pytest.param({"inputs": 256, "targets": 80}, {"mean_length": 8.0}, marks=pytest.mark.slow),
+    pytest.param({"inputs": 256, "targets": 80}, {"mean_span_length": 8.0}, marks=pytest.mark.slow),
   ],
 )
 def test_rows_have_the_lengths_and_counts_of_t5s_own_preprocessor(
@@ -147,7 +152,7 @@ def test_rows_have_the_lengths_and_counts_of_t5s_own_preprocessor(
 ) -> None:
   theirs = pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
   ((tokens, _, made),) = features("span_corruption", rows=200, lengths=lengths, **options)
-  renamed = {"density": "noise_density", "mean_length": "mean_noise_span_length"}
+  renamed = {"noise_density": "noise_density", "mean_span_length": "mean_noise_span_length"}
   expected = corrupted_by(
     theirs.span_corruption, tokens, lengths, **{renamed[k]: v for k, v in options.items()}
   )
@@ -182,7 +187,7 @@ def test_ul2_rows_have_the_lengths_and_counts_of_the_seqio_preprocessors(number:
 
 def test_more_spans_than_sentinels_are_reported(caplog: pytest.LogCaptureFixture) -> None:
   warn_of_missing_sentinels.cache_clear()  # Each warning is given once.
-  make_objectives("ul2", BOTH, PIECES, 100, encode)
+  PreparedTask((), "ul2", extra_ids=100).objectives(BOTH, TOKENIZER)
   assert (
     "758 tokens have 126 dropped spans, but the vocabulary has only 100 sentinels" in caplog.text
   )

@@ -112,7 +112,7 @@ def test_a_killed_run_leaves_no_manifest_and_the_next_one_makes_the_remaining_sh
   run(tmp_path, vocabulary, out=tmp_path / "unbroken")
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, vocabulary, executor=InlineExecutor(stop_after=2))
-  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: only 2 shards are complete"):
+  with pytest.raises(ValueError, match=r"There is no .*manifest\.json: .* not completed"):
     TokenStream(tmp_path / "out", "train")
   half = tmp_path / "out" / ".train-00003-of-00004.array_record.1"
   half.write_bytes(b"leftover of a killed worker")
@@ -143,10 +143,10 @@ def test_a_complete_folder_is_not_replaced_by_one_with_other_tokens(
   other = tmp_path / "other.model"
   other.write_bytes(train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=17))
   with pytest.raises(
-    ValueError, match=r"out was prepared with vocabulary_sha256 = .*: set --out to"
+    ValueError, match=r"out was prepared with .*'vocabulary_sha256'.*: set --out to"
   ):
     run(tmp_path, str(other))
-  with pytest.raises(ValueError, match="append_end = False instead of True"):
+  with pytest.raises(ValueError, match=r"'append_end': False, .* got .*'append_end': True"):
     run(tmp_path, vocabulary, append_end=True)
   assert files(tmp_path / "out") == before
 
@@ -159,7 +159,7 @@ def test_a_killed_run_after_a_change_leaves_no_outdated_manifest(
   path.write_text(path.read_text().replace("red", "sun"))
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path, vocabulary, executor=InlineExecutor(stop_after=0))
-  with pytest.raises(ValueError, match="shards are complete"):
+  with pytest.raises(ValueError, match="not completed"):
     TokenStream(tmp_path / "out", "train")
 
 
