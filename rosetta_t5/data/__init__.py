@@ -1,6 +1,11 @@
 """Data: SeqIO's tasks and mixtures as batches on the devices. TensorFlow is imported on first use."""
 
-from rosetta_t5.data.dataset_config import DatasetConfig, import_module, resolve_seed
+from rosetta_t5.data.dataset_config import (
+  DatasetConfig,
+  find_task_or_mixture,
+  import_module,
+  resolve_seed,
+)
 from rosetta_t5.data.pipeline.data_description import check_examples, check_same_files
 from rosetta_t5.data.pipeline.datasets import (
   get_dataset,
@@ -16,7 +21,6 @@ from rosetta_t5.data.pipeline.feed import (
   training_feed,
 )
 from rosetta_t5.data.pipeline.inference_data import has_metrics
-from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
 from rosetta_t5.data.tasks.file_task import file_task, mixture, task_on_rows

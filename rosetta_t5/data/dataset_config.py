@@ -1,18 +1,31 @@
-"""The data of a run: `DatasetConfig`, its seed, and the import of the module that defines its task."""
+"""The data of a run: `DatasetConfig`, its seed, and its task or mixture, checked before anything is read."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import importlib
+import re
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
-from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.reading import unwrap_reader_errors
+from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
+from rosetta_t5.data.tensorflow_import import (
+  passthrough_features,
+  seqio,
+  tf,
+  tfds_data_dir_override,
+)
 from rosetta_t5.distributed.coordination import draw_seed
+from rosetta_t5.user_errors import did_you_mean, reason_of
 
+# The errors of TensorFlow about files that are damaged, missing or not readable.
+_FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
 # The modules that may be imported; None for all.
 _importable: Container[str] | None = None
 
@@ -115,3 +128,173 @@ def resolve_seed(cfg: DatasetConfig, stored: int | None = None) -> int:
   if cfg.seed is not None:
     return int(cfg.seed)
   return draw_seed() if stored is None else int(stored)
+
+
+def find_task_or_mixture(cfg: DatasetConfig) -> Any:
+  """Returns the task or mixture that `cfg` names, after importing its module.
+
+  Raises:
+    ValueError: the name is not registered. The message lists similar names and what to set.
+  """
+  is_name = isinstance(cfg.mixture_or_task_name, str)
+  # T5X's recipes import t5 for tasks that are known here too, so t5 need not be installed.
+  is_t5s = is_name and cfg.name in TASKS and (cfg.module or "").split(".")[0] == "t5"
+  if cfg.module and not (is_t5s and find_spec("t5") is None):
+    import_module(cfg.module)
+  if not is_name:
+    return cfg.mixture_or_task_name
+  register(cfg.name)
+  known = registered_names()
+  if cfg.name in known:
+    return seqio.get_mixture_or_task(cfg.name)
+  near = did_you_mean(cfg.name, {*known, *TASKS}, cutoff=0.5)
+  raise ValueError(
+    f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME).{near} Set "
+    "MIXTURE_OR_TASK_MODULE (DatasetConfig.module) to the module of yours that registers it, got "
+    f"{cfg.module!r}"
+  )
+
+
+def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | None = None) -> Any:
+  """Returns the task or mixture after checking its cache, its split and its feature lengths.
+
+  Args:
+    cfg: the dataset.
+    converter: the model's feature converter; without it, the lengths are not checked.
+
+  Raises:
+    ValueError: the task, its cache or its split does not exist, or the lengths do not fit the model.
+  """
+  provider = find_task_or_mixture(cfg)
+  check_cached(cfg, provider)
+  check_split(cfg, provider)
+  if converter is not None:
+    check_feature_lengths(cfg, converter)
+  return provider
+
+
+def check_split(cfg: DatasetConfig, provider: Any) -> None:
+  """Checks that the split exists, in the offline cache if `cfg.use_cached` is set.
+
+  Raises:
+    ValueError: the split does not exist, and the message lists those that do; or the folder of
+      TensorFlow Datasets that states them is damaged.
+  """
+  if cfg.use_cached:
+    if not subtasks_with_split(cfg, provider):
+      raise ValueError(
+        f"The offline caches of '{cfg.name}' have no split '{cfg.split}' (DatasetConfig.split): cache "
+        "it with seqio_cache_tasks, or set USE_CACHED_TASKS = False (DatasetConfig.use_cached)."
+      )
+    return
+  try:
+    splits = sorted(provider.splits)
+  except Exception as error:
+    raise ValueError(
+      f"The data of the task '{cfg.name}' cannot be opened in {tfds_data_dir_override()} "
+      f"({reason_of(error)[:300]}). Correct --tfds_data_dir, or restore the dataset's files there"
+    ) from error
+  if not has_split(provider, cfg.split):
+    raise ValueError(
+      f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
+      "Set DatasetConfig.split (MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
+    )
+
+
+def check_cached(cfg: DatasetConfig, provider: Any) -> None:
+  """Checks that every task has an offline cache if `cfg.use_cached` is set.
+
+  Raises:
+    ValueError: a task has no cache.
+  """
+  if not cfg.use_cached:
+    return
+  missing = [task.name for task in seqio.get_subtasks(provider) if not task.cache_dir]
+  if missing:
+    raise ValueError(
+      f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
+      "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
+      "cache's folder with --seqio_additional_cache_dirs."
+    )
+
+
+def has_split(provider: Any, split: str) -> bool:
+  """Returns whether a task has a split, or every part of a split like "train[:90%]+validation".
+
+  A source of files has whole splits only.
+  """
+  source = getattr(provider, "source", None)
+  reads_files = isinstance(source, seqio.FileDataSource)
+  if not getattr(source, "reads_parts", not reads_files):
+    return split in provider.splits
+  return all(part.split("[")[0] in provider.splits for part in split.split("+"))
+
+
+def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
+  """Returns the task, or the mixture's tasks, if they have the split; caches have their own splits."""
+
+  def has_split_to_read(task: Any) -> bool:
+    if not (cfg.use_cached and task.cache_dir):
+      return has_split(task, cfg.split)
+    return tf.io.gfile.exists(seqio.utils.get_cached_info_path(task.cache_dir, cfg.split))
+
+  return [task for task in seqio.get_subtasks(provider) if has_split_to_read(task)]
+
+
+def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:
+  """Returns the examples of a task or mixture: by default one unshuffled pass.
+
+  Args:
+    cfg: the feature lengths, the split, and whether to read the offline cache.
+    provider: the task or mixture.
+    **options: further arguments of SeqIO's `get_dataset`, such as shard_info and seed.
+  """
+  options = {"shuffle": False, "num_epochs": 1, **options}
+  return provider.get_dataset(
+    sequence_length=cfg.task_feature_lengths, split=cfg.split, use_cached=cfg.use_cached, **options
+  )
+
+
+def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter) -> None:
+  """Checks that TASK_FEATURE_LENGTHS has exactly the features that the model reads.
+
+  Raises:
+    ValueError: a feature has no length, or the model does not read it.
+  """
+  wanted = sorted(set(converter.TASK_FEATURES) | passthrough_features(converter))
+  given = dict(cfg.task_feature_lengths or {})
+  if wanted != sorted(given):
+    raise ValueError(
+      f"TASK_FEATURE_LENGTHS = {given} (task '{cfg.name}') must have the features {wanted}, which "
+      f"{type(converter).__name__} reads: set for example TASK_FEATURE_LENGTHS = "
+      f"{ {name: given.get(name, 512) for name in wanted} }"
+    )
+
+
+def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
+  """Returns the files that a task reads: its source's, or those of its offline cache."""
+  if not cfg.use_cached:
+    return list(map(str, task.source.list_shards(cfg.split)))
+  prefix = seqio.utils.get_cached_tfrecord_prefix(task.cache_dir, cfg.split)
+  return sorted(glob.glob(f"{glob.escape(prefix)}*"))
+
+
+@contextlib.contextmanager
+def naming_data(cfg: DatasetConfig | None) -> Iterator[None]:
+  """Inside the `with`, errors about data files become ValueErrors that name the file, or the task.
+
+  Args:
+    cfg: the data that is read; None if it is not known.
+  """
+  try:
+    with unwrap_reader_errors():
+      yield
+  except Exception as error:
+    is_damaged = "Could not parse example" in str(error)  # a record of a TFRecord file
+    if type(error).__name__ not in _FILE_ERRORS and not is_damaged:
+      raise
+    reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
+    data = f"the data of the task '{cfg.name}'" if cfg else "the data"
+    raise ValueError(
+      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern"
+    ) from error

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.dataset_config import (
+  DatasetConfig,
+  find_task_or_mixture,
+  subtasks_with_split,
+)
 from rosetta_t5.data.pipeline.data_description import first_examples
 from rosetta_t5.data.pipeline.datasets import as_batch_iterator, get_dataset
-from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.prepared.shards import read_manifest
 from rosetta_t5.data.tensorflow_import import seqio

@@ -11,14 +11,14 @@ from rosetta_t5 import checkpoints
 from rosetta_t5.config.configuration import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
-from rosetta_t5.data.local_copies import local_path
-from rosetta_t5.data.pipeline.task_lookup import (
+from rosetta_t5.data.dataset_config import (
   check_cached,
   check_feature_lengths,
   check_split,
   find_task_or_mixture,
   subtasks_with_split,
 )
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.vocabularies.task_vocabularies import get_vocabulary
 from rosetta_t5.user_errors import reason_of

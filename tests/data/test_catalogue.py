@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from rosetta_t5.data.dataset_config import has_split
 from rosetta_t5.data.local_copies import DATA_VARIABLE as VARIABLE
 from rosetta_t5.data.local_copies import find_tfds
-from rosetta_t5.data.pipeline.task_lookup import has_split
 from rosetta_t5.data.tasks import catalogue, known_tasks, text_formats
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 

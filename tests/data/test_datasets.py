@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, get_training_eval_datasets
-from rosetta_t5.data.pipeline.task_lookup import naming_data
+from rosetta_t5.data.dataset_config import naming_data
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]

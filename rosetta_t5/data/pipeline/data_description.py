@@ -18,14 +18,8 @@ import jax
 import numpy as np
 from clu.data import dataset_iterator
 
+from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline.task_lookup import (
-  find_task_or_mixture,
-  naming_data,
-  read_task,
-  subtasks_with_split,
-  task_files,
-)
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.reading.files import compare_files, describe_files
 from rosetta_t5.data.tensorflow_import import seqio
@@ -83,12 +77,12 @@ def describe_tasks(cfg: DatasetConfig) -> Description | str:
   A user's dataset function need not read a registered task.
   """
   try:
-    provider = find_task_or_mixture(cfg)
+    provider = dataset_config.find_task_or_mixture(cfg)
   except ValueError:
     return cfg.name
   describe = functools.cache(describe_files)  # UL2's seven tasks read the same files.
   tasks: Description = {}
-  for number, task in enumerate(subtasks_with_split(cfg, provider)):
+  for number, task in enumerate(dataset_config.subtasks_with_split(cfg, provider)):
     name = task.name
     if (arguments := getattr(task.source, "arguments", None)) is not None:
       # The name of a `file_task`, or of a denoiser of its UL2 mixture, may be derived from its files' paths.
@@ -97,7 +91,7 @@ def describe_tasks(cfg: DatasetConfig) -> Description | str:
     tasks[name] = {"arguments": arguments}
     if isinstance(provider, seqio.Mixture):
       tasks[name]["rate"] = float(provider.get_rate(task))
-    paths = tuple(task_files(task, cfg))
+    paths = tuple(dataset_config.task_files(task, cfg))
     if any(os.path.isfile(path) or "://" in path for path in paths):
       is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
       tasks[name]["data"] = describe(paths, is_movable)
@@ -132,10 +126,14 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
   found: dict[str, str] = {}
   for cfg in filter(None, cfgs):
     try:
-      provider = find_task_or_mixture(cfg)
+      provider = dataset_config.find_task_or_mixture(cfg)
       folders = map(pathlib.Path, getattr(provider, "folders", ()))
       paths = [str(path) for folder in folders for path in folder.iterdir()]
-      paths += [path for t in subtasks_with_split(cfg, provider) for path in task_files(t, cfg)]
+      paths += [
+        path
+        for t in dataset_config.subtasks_with_split(cfg, provider)
+        for path in dataset_config.task_files(t, cfg)
+      ]
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
@@ -213,8 +211,12 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   Raises:
     ValueError: there is no such task, its files cannot be read, or none of their first records is usable.
   """
-  provider = find_task_or_mixture(cfg)
-  tasks = subtasks_with_split(cfg, provider) if cfg.task_feature_lengths is not None else []
+  provider = dataset_config.find_task_or_mixture(cfg)
+  tasks = (
+    dataset_config.subtasks_with_split(cfg, provider)
+    if cfg.task_feature_lengths is not None
+    else []
+  )
   rates = defaultdict[int, float](
     float
   )  # by source, because UL2's denoisers are tasks on one source
@@ -222,7 +224,7 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
     rates[id(task.source)] += 1.0 if provider is task else float(provider.get_rate(task))
   firsts = {id(task.source): task for task in reversed(tasks)}
   shares = [(firsts[source], rate / sum(rates.values())) for source, rate in rates.items()]
-  with naming_data(cfg):
+  with dataset_config.naming_data(cfg):
     return [_measure(task, cfg, share) for task, share in shares[:_MAX_TASKS]]
 
 
@@ -258,7 +260,9 @@ def _measure(task: Any, cfg: DatasetConfig, share: float) -> FirstExamples:
   examples: list[Mapping[str, Any]] = []
   # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
   with contextlib.suppress(Exception):
-    dataset = read_task(dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0)
+    dataset = dataset_config.read_task(
+      dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0
+    )
     examples = dataset.take(_EXAMPLES).as_numpy_iterator()
   examples = list(examples)
   names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]

@@ -15,9 +15,8 @@ from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 
-from rosetta_t5.data.dataset_config import DatasetConfig, resolve_seed
-from rosetta_t5.data.pipeline import task_lookup
-from rosetta_t5.data.pipeline.task_lookup import naming_data, subtasks_with_split
+from rosetta_t5.data import dataset_config
+from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.parallel.data_layout import multiples_near
@@ -57,7 +56,7 @@ def get_dataset(
       "utils.RestoreCheckpointConfig.restore_dataset = True"
     )
   _check_batch_size(cfg, num_shards)
-  seed = resolve_seed(cfg)
+  seed = dataset_config.resolve_seed(cfg)
   if isinstance(cfg.mixture_or_task_name, PreparedTask):
     return cfg.mixture_or_task_name.batches(cfg, shard_id, num_shards, seed)
   shard_info = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
@@ -75,12 +74,12 @@ def get_dataset_inner(
   converter = feature_converter_cls(
     pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
   )
-  provider = task_lookup.find_checked_task(cfg, converter)
+  provider = dataset_config.find_checked_task(cfg, converter)
   if num_epochs is None:
     _check_not_empty(cfg, provider, shard_info)
   batch_size = cfg.batch_size // shard_info.num_shards
   logging.info("Dataset '%s': seed %s, %d examples per shard", cfg.name, seed, batch_size)
-  dataset = task_lookup.read_task(
+  dataset = dataset_config.read_task(
     cfg,
     provider,
     shuffle=cfg.shuffle,
@@ -130,12 +129,10 @@ def get_training_eval_datasets(
       "False"
     )
   _check_batch_size(cfg, num_shards)
-  provider = task_lookup.find_task_or_mixture(cfg)
-  if isinstance(provider, PreparedTask):
-    return {provider.name: provider.eval_batches(cfg, shard_id, num_shards, eval_steps)}
-  task_lookup.check_cached(cfg, provider)
-  task_lookup.check_split(cfg, provider)
-  names = {task.name: task.name for task in subtasks_with_split(cfg, provider)}
+  if isinstance(prepared := cfg.mixture_or_task_name, PreparedTask):
+    return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps)}
+  provider = dataset_config.find_checked_task(cfg)
+  names = {task.name: task.name for task in dataset_config.subtasks_with_split(cfg, provider)}
   names[provider.name] = cfg.mixture_or_task_name
 
   def batches(name: Any) -> tf.data.Dataset:
@@ -181,8 +178,8 @@ def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) 
   """
   if not isinstance(provider, seqio.Task | seqio.Mixture):
     return
-  for task in subtasks_with_split(cfg, provider):
-    if not _has_element(cfg, task_lookup.read_task(cfg, task, shard_info=shard)):
+  for task in dataset_config.subtasks_with_split(cfg, provider):
+    if not _has_element(cfg, dataset_config.read_task(cfg, task, shard_info=shard)):
       part = f"shard {shard.index} of {shard.num_shards} of " if shard.num_shards > 1 else ""
       raise ValueError(
         f"There are no examples in {part}the split '{cfg.split}' of the task '{task.name}': its files are "
@@ -197,7 +194,7 @@ def _has_element(cfg: DatasetConfig, dataset: tf.data.Dataset) -> bool:
   Raises:
     ValueError: a file is damaged, or none of its records is usable.
   """
-  with naming_data(cfg):
+  with dataset_config.naming_data(cfg):
     return any(True for _ in dataset.take(1))
 
 

@@ -16,7 +16,7 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
-from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.dataset_config import DatasetConfig, naming_data
 from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
 from rosetta_t5.data.pipeline.datasets import (
   HostBatch,
@@ -25,7 +25,6 @@ from rosetta_t5.data.pipeline.datasets import (
   check_ids,
   token_limit,
 )
-from rosetta_t5.data.pipeline.task_lookup import naming_data
 from rosetta_t5.data.prepared.prepared_batches import PreparedIterator
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.tensorflow_import import tf

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5 import terminal
+from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.pipeline import task_lookup
-from rosetta_t5.data.pipeline.task_lookup import naming_data, subtasks_with_split
 from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_utf8
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
@@ -47,15 +46,15 @@ class InferenceData:
         f"got {shard_id}. The flag --shard_id also sets it."
       )
     self._converter = feature_converter_cls(pack=False)
-    provider = task_lookup.find_checked_task(cfg, self._converter)
+    provider = dataset_config.find_checked_task(cfg, self._converter)
     self._cfg = cfg
     self._shard = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
-    self.tasks = subtasks_with_split(cfg, provider)
+    self.tasks = dataset_config.subtasks_with_split(cfg, provider)
 
   def _datasets(self, task: Any) -> tuple[tf.data.Dataset, tf.data.Dataset]:
     """Returns the examples with the task's features, and with the model's features."""
     cfg = self._cfg
-    examples = task_lookup.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
+    examples = dataset_config.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
     return examples, self._converter(examples, task_feature_lengths=cfg.task_feature_lengths)
 
   def element_spec(self) -> dict[str, tf.TensorSpec]:
@@ -68,7 +67,7 @@ class InferenceData:
     Raises:
       ValueError: a file of the task is damaged.
     """
-    with naming_data(self._cfg):
+    with dataset_config.naming_data(self._cfg):
       yield from iterate_chunks(*self._datasets(task), size, first)
 
 
@@ -98,7 +97,7 @@ def has_metrics(cfg: DatasetConfig) -> bool:
   Raises:
     ValueError: the task does not exist.
   """
-  tasks = subtasks_with_split(cfg, task_lookup.find_task_or_mixture(cfg))
+  tasks = dataset_config.subtasks_with_split(cfg, dataset_config.find_task_or_mixture(cfg))
   return any(task.metric_objs for task in tasks)
 
 
@@ -129,15 +128,12 @@ def make_evaluator(
       "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
       f"example; got True for the task '{cfg.name}'"
     )
-  provider = task_lookup.find_task_or_mixture(cfg)
-  task_lookup.check_cached(cfg, provider)
-  if isinstance(provider, seqio.Task):  # A mixture's tasks without the split are left out.
-    task_lookup.check_split(cfg, provider)
+  dataset_config.find_checked_task(cfg)
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
-  with naming_data(cfg):
+  with dataset_config.naming_data(cfg):
     evaluator = evaluator_cls(
       mixture_or_task_name=cfg.name,
       feature_converter=feature_converter_cls(pack=False),

@@ -59,6 +59,7 @@ class PreparedTask:
     mean_span_length: mean number of tokens in a span that span_corruption drops.
   """
 
+  tasks = ()  # of SeqIO's
   folders: tuple[str, ...]
   objective: str = "span_corruption"
   rates: tuple[float, ...] | None = None

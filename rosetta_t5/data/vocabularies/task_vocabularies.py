@@ -6,9 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.dataset_config import DatasetConfig, find_task_or_mixture
 from rosetta_t5.data.local_copies import local_path
-from rosetta_t5.data.pipeline.task_lookup import find_task_or_mixture
 from rosetta_t5.data.reading.files import digest_of
 from rosetta_t5.data.tensorflow_import import seqio, tf
 
