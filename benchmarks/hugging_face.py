@@ -89,7 +89,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0,
     compile_s=compile_seconds,
     loss_per_token=float(loss),
-    hlo={},
   )
 
 

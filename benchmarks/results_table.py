@@ -36,7 +36,7 @@ def step_row(name: str, row: dict[str, Any]) -> str:
     *(f"{row[name]:.2f}" if name in row else "" for name in TEMPORARIES),
     f"{row['compile_s']:.0f}",
     " ".join(f"{name}={row[name]}" for name in SWITCHES if name in row),
-    ", ".join(f"{count} {what}" for what, count in row["hlo"].items()),
+    ", ".join(f"{count} {what}" for what, count in row.get("hlo", {}).items()),
   ]
   return " | ".join(cells)
 

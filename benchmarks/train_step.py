@@ -17,9 +17,18 @@ from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import batch_workload
 from rosetta_t5.telemetry.gpus import gpu_of
 
+# What is counted in the compiled program → how the compiler writes it.
+HLO_MARKS = {
+  "fp8 matmuls": '"__cublas$lt$matmul$f8"',
+  "cuDNN attentions": '"__cudnn$fmha',
+  "Triton calls": '"__gpu$xla.gpu.triton"',
+  "e4m3 arrays": "f8e4m3fn[",
+  "e5m2 arrays": "f8e5m2[",
+}
+
 
 def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[str, Any]:
-  """Returns the temporaries of a step beside the planned ones in GB, and its least time in ms if known."""
+  """Returns counts of operations, temporaries beside the planned ones in GB, and the least time in ms if known."""
   mesh = dict(program.partitioner.mesh.shape)
   shapes = {name: array.shape for name, array in program.batch.items()}
   work = batch_workload(program.model, program.partitioner, shapes, mesh, microbatches)
@@ -27,7 +36,9 @@ def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[
   least, gpu = None, gpu_of(jax.devices()[0].device_kind)
   if gpu:  # Each kernel reaches the rates of the data sheet.
     least = 1e3 * time_program(parse_program(program.step.as_text()), gpu, mesh).seconds
+  hlo = program.step.as_text()
   return {
+    "hlo": {name: count for name, mark in HLO_MARKS.items() if (count := hlo.count(mark))},
     "temporaries_gb": program.step.memory_analysis().temp_size_in_bytes / 1e9,
     "planned_temporaries_gb": (planned["gradients"] + planned["activations"]) / 1e9,
     "least_ms": least,
@@ -42,6 +53,7 @@ def main() -> None:
   program = bench.compile_step(args)
   expected = expectations(program, args.microbatches)  # before the steps donate the state
   bench.show(bench.measure(args, program) | expected, args.json)
+  print(f"HLO {expected['hlo']}")
 
 
 if __name__ == "__main__":

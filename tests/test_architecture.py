@@ -72,7 +72,7 @@ SLOW_TO_IMPORT = {
   "clu.metric_writers",
 }
 # Modules that are imported only when a gin file names them.
-LOADED_LATE = {"rosetta_t5/data/tasks/pile_and_glue.py", "rosetta_t5/data/tasks/stdlib_docs.py"}
+LOADED_LATE = {"rosetta_t5/data/tasks/stdlib_docs.py"}
 
 
 def _name(path: pathlib.Path) -> str:

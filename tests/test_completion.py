@@ -15,7 +15,7 @@ _BASH = """
 source ./script
 complete_words() {
   COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
-  _rosetta_t5 2> /dev/null
+  _shtab_rosetta_t5 2> /dev/null
   echo "${COMPREPLY[@]}"
 }
 """
@@ -55,9 +55,8 @@ def test_bash_completes_verbs_options_values_and_files(folder: pathlib.Path) -> 
     "rosetta-t5 ckpt ver": "verify",
     "rosetta-t5 check my_r": "my_run.gin",
     "rosetta-t5 chat my_n": "my_notes.txt",
-    "rosetta-t5 train --gin_file = my_r": "my_run.gin",  # bash splits at =
-    "rosetta-t5 train --gin_file = my_run.gin --dry": "--dry_run",
-    "rosetta-t5 convert a b --to =": "t5x t5x-legacy hf rosetta",
+    "rosetta-t5 train --gin_file my_r": "my_run.gin",
+    "rosetta-t5 convert a b --to t": "t5x t5x-legacy",
   }
   program = _BASH + "\n".join(f"complete_words {words}" for words in expected)
   done = subprocess.run(

@@ -263,7 +263,9 @@ def test_tfrecord_files_can_be_a_task(tmp_path):
   assert examples[0]["inputs"].numpy().tolist() == [*byte_vocabulary().encode(PAIRS[0][0]), 1]
   with pytest.raises(ValueError, match=r"There is no file '.*nothing': set TF_EXAMPLE_FILE_PATHS"):
     create_task_from_tfexample_file([f"{tmp_path}/nothing"], "tfrecord", "q", None, features)
-  with pytest.raises(ValueError, match="file_type must be 'tfrecord', got 'sstable'"):
+  with pytest.raises(
+    ValueError, match="TF_EXAMPLE_FILE_TYPE must be one of 'tfrecord', got 'sstable'"
+  ):
     create_task_from_tfexample_file([path], "sstable", "q", None, features)
 
 

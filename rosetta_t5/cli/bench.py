@@ -49,13 +49,6 @@ SIZES = {  # → the values of these fields; the decoder has as many layers as t
   "large": (1024, 16, 64, 24, 2816, 32128),
   "xl": (2048, 32, 64, 24, 5120, 32128),
 }
-# What is counted in the compiled program → how the compiler writes it.
-HLO_MARKS = {
-  "fp8 matmuls": '"__cublas$lt$matmul$f8"',
-  "cuDNN attentions": '"__cudnn$fmha',
-  "Triton calls": '"__gpu$xla.gpu.triton"',
-  "e5m2 arrays": "f8e5m2[",
-}
 _GROUP = 5  # steps that are timed together, and steps before them
 
 
@@ -182,7 +175,6 @@ def make_row(
     "device": f"{devices} {device}",
     "date": datetime.date.today().isoformat(),
     "step_ms": statistics.median(seconds) * 1e3,
-    "spread_ms": [min(seconds) * 1e3, max(seconds) * 1e3],
     "seq_per_s_per_device": rate,
     "tflops_per_device": rate * flops / 1e12,
     "mfu": rate * flops / peak if peak else None,
@@ -205,7 +197,7 @@ def measure(args: argparse.Namespace, program: CompiledStep | None = None) -> di
     state, metrics = program.step(state, program.batch, rng)
 
   seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args.steps)
-  devices, hlo = jax.devices(), program.step.as_text()
+  devices = jax.devices()
   return make_row(
     args,
     seconds,
@@ -216,7 +208,6 @@ def measure(args: argparse.Namespace, program: CompiledStep | None = None) -> di
     peak_memory_gb=(devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
     compile_s=program.seconds,
     loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
-    hlo={name: count for name, mark in HLO_MARKS.items() if (count := hlo.count(mark))},
   )
 
 
@@ -228,8 +219,7 @@ def show(row: dict[str, Any], path: str | None) -> int:
   print(
     f"{row['size']} batch {row['batch']} {row['lengths'][0]}/{row['lengths'][1]}: "
     f"{row['step_ms']:.1f} ms, {row['seq_per_s_per_device']:.1f} seq/s per device, "
-    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; ready after {row['compile_s']:.0f} s"
-    + (f"; HLO {row['hlo']}" if row["hlo"] else ""),
+    f"{row['tflops_per_device']:.2f} TFLOP/s{mfu}{memory}; ready after {row['compile_s']:.0f} s",
     flush=True,
   )
   if path:

@@ -41,25 +41,20 @@ VERBS = {
     "cli.run_commands:train_arguments",
     "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
     (
-      "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100 --gin.MODEL_DIR=\"'runs/short'\"",
+      "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100",
       "--gin_file=my_run.gin --dry_run",
     ),
   ),
   "eval": Verb(
     "cli.run_commands:eval_arguments",
     "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",
-    (
-      "--model_dir runs/squad/checkpoint_2000 --split test",
-      "--model_dir runs/squad --file new_rows.csv",
-      "--gin_file=gin/examples/base_wmt_eval.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
-    ),
+    ("--model_dir runs/squad --split test", "--model_dir runs/squad --file new_rows.csv"),
   ),
   "infer": Verb(
     "cli.run_commands:infer_arguments",
     "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
     (
       "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
-      "--model_dir runs/squad --split test",
       "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
   ),
@@ -91,10 +86,7 @@ VERBS = {
   "convert": Verb(
     "conversion.convert:add_arguments",
     "Write a checkpoint in another layout, and verify that the model is the same.",
-    (
-      "google/flan-t5-small runs/flan --to t5x",
-      "runs/squad exported --to hf --tokenizer spiece.model",
-    ),
+    ("google/flan-t5-small runs/flan --to t5x", "runs/squad out --to hf --tokenizer spiece.model"),
   ),
   "ckpt": Verb(
     "checkpoints.inspect_command:add_arguments",
@@ -104,10 +96,7 @@ VERBS = {
   "vocab": Verb(
     "data.vocabularies.vocab_command:add_arguments",
     "Train a vocabulary on your text, or show how one splits a text.",
-    (
-      "train --input 'corpus/*.jsonl.zst' --size 32000 --out my.model",
-      "show my.model 'some text'",
-    ),
+    ("train --input 'corpus/*.txt' --size 32000 --out my.model", "show my.model 'some text'"),
   ),
   "prepare": Verb(
     "data.prepared.prepare:add_arguments",
@@ -118,10 +107,8 @@ VERBS = {
     "cli.run_commands:inspect_arguments",
     "Show a task's batches as text, their statistics and the problems found.",
     (
-      "my_files.gin",
       "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
       "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
-      "my_task --module my.tasks",
     ),
   ),
   "quickstart": Verb(
@@ -277,26 +264,6 @@ def completion_arguments(parser: argparse.ArgumentParser) -> None:
   parser.set_defaults(run=_print_completion)
 
 
-# Bash splits --option=value into three words, of which shtab's function expects two.
-_BASH_JOIN = """
-_rosetta_t5() {
-  local words=() current=$COMP_CWORD index
-  for ((index = 0; index < ${#COMP_WORDS[@]}; index++)); do
-    if [[ ${COMP_WORDS[index]} != '=' ]]; then
-      words+=("${COMP_WORDS[index]}")
-    elif ((index == COMP_CWORD)); then
-      words+=('')
-    elif ((index < COMP_CWORD)); then
-      ((current--))
-    fi
-  done
-  COMP_WORDS=("${words[@]}") COMP_CWORD=$current
-  _shtab_rosetta_t5
-}
-complete -o bashdefault -F _rosetta_t5 rosetta-t5
-"""
-
-
 def _print_completion(options: argparse.Namespace) -> int:
   """Prints a script in which arguments that take a text complete the names of files."""
   import shtab
@@ -309,11 +276,9 @@ def _print_completion(options: argparse.Namespace) -> int:
     if action.nargs != 0 and action.type is None and action.choices is None:
       action.complete = shtab.FILE  # type: ignore[attr-defined]
   script = shtab.complete(parser, options.shell)
-  if options.shell == "bash":
-    print(script, _BASH_JOIN, sep="\n")
-    return 0
-  # Zsh accepts --option value and --option=value where the specification says `--option=`.
-  print(re.sub(r'^( +"\*?--[\w-]+)(\[.*\]:)', r"\1=\2", script, flags=re.MULTILINE))
+  if options.shell == "zsh":  # It accepts --option value, too, where the script says `--option=`.
+    script = re.sub(r'^( +"\*?--[\w-]+)(\[.*\]:)', r"\1=\2", script, flags=re.MULTILINE)
+  print(script)
   return 0
 
 

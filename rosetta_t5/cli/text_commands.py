@@ -259,11 +259,7 @@ def _decodes(options: argparse.Namespace) -> dict[str, Any]:
   """Returns the arguments of `predict_batch_with_aux`: only what is given, so that gin's values count."""
   if options.n_best is None:
     return {} if options.num_decodes is None else {"num_decodes": options.num_decodes}
-  num_decodes = options.num_decodes or options.n_best
-  if num_decodes < options.n_best:
-    raise ValueError(
-      f"--n_best {options.n_best} needs as many decodes, got --num_decodes {num_decodes}"
-    )
+  num_decodes = max(options.num_decodes or 0, options.n_best)
   return {"num_decodes": num_decodes, "return_all_decodes": True}
 
 

@@ -1,3 +1,3 @@
 """Registers the tasks of the Pile and GLUE when it is imported (T5X's earlier path)."""
 
-from rosetta_t5.data.tasks.pile_and_glue import DEFAULT_OUTPUT_FEATURES, TaskRegistry
+from t5x.contrib.gpu.scripts_gpu.seqio_tasks import DEFAULT_OUTPUT_FEATURES, TaskRegistry

@@ -132,7 +132,7 @@ def test_missing_data_is_reported_with_the_folders_searched_and_what_to_set(
   catalogue.register("the_pile_span_corruption")
   task = import_seqio().TaskRegistry.get("the_pile_span_corruption")
   with pytest.raises(
-    ValueError, match=r"the_pile/1\.0\.0, as TensorFlow Datasets(.|\n)*public copy"
+    ValueError, match=r"the_pile/1\.0\.0, as TensorFlow Datasets(.|\n)*docs/data.md"
   ):
     _ = task.splits
 

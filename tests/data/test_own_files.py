@@ -195,7 +195,6 @@ def test_a_mixture_of_own_files_has_the_rates_that_were_asked_for(
     (["lambada"], {"rates": [1, 2]}, "a positive number for each of the 1 tasks.*got \\[1, 2\\]"),
     (["lambada"], {"rates": [0]}, "a positive number for each"),
     (["lambada"], {"rates": "even"}, "must be one of"),
-    (["lambada"], {"temperature": 0.0}, "temperature must be greater than 0"),
   ],
 )
 def test_wrong_rates_of_a_mixture_are_refused(tasks: Any, arguments: Any, error: str) -> None:

@@ -110,7 +110,7 @@ def compare_descriptions(stored: Description, current: Description, prefix: str 
       if old != new:
         changes.append(f"{prefix}{key}: {str(old)[:200]} → {str(new)[:200]}")
     elif "files" in old and "files" in new:
-      changes += [f"{prefix}{key}: {text}" for text in compare_files(old, new)[0]]
+      changes += [f"{prefix}{key}: {text}" for text in compare_files(old, new)]
     else:
       changes += compare_descriptions(old, new, f"{prefix}{key}.")
   return changes

@@ -29,8 +29,6 @@ RECORDS_PER_BLOCK = 256
 POLICIES = ("skip", "refuse")
 _MAX_OPEN_FILES = 64
 _LOGGED_REASONS = 10  # For each of the first reasons, the first bad example is logged.
-# If all of the first records are bad, it is the wrong file, or it is read in the wrong way.
-_MAX_BAD_START = 1000
 # Characters that show text of another encoding than UTF-8. Escapes in JSON can yield them, too.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # Finds the text of a reader's ValueError in the error that tf.data raises instead.
@@ -44,8 +42,7 @@ Convert = Callable[[Mapping[str, Any]], "Fields | str"]
 class BadExamples:
   """Counts and logs bad examples, or refuses them; thread-safe.
 
-  Each example is counted once, no matter how often its file is read. One of each reason is logged,
-  and then those whose number is a power of two, once there are many.
+  Each example is counted once, no matter how often its file is read. The first of each reason is logged.
 
   Attributes:
     counts: number of bad examples by reason.
@@ -89,7 +86,7 @@ class BadExamples:
       BadExamples.total_in_process += 1
       total = self.counts.total()
       is_new = self.counts[bad.reason] == 1 and len(self.counts) <= _LOGGED_REASONS
-    if is_new or (total > _MAX_BAD_START and total.bit_count() == 1):
+    if is_new:
       logging.warning("Bad example %d is left out: %s", total, bad)
 
   def summary(self) -> str:
@@ -100,52 +97,64 @@ class BadExamples:
     return f"{self.counts.total()} bad examples left out ({reasons}); the first: {self.first}"
 
 
+@dataclasses.dataclass(eq=False)
 class BlockReader:
-  """Reads blocks of examples; thread-safe."""
+  """Reads blocks of examples; thread-safe.
 
-  def __init__(
-    self,
-    convert: Convert,
-    options: ReadOptions = DEFAULT_OPTIONS,
-    is_kept: Callable[[Fields], bool] = lambda fields: True,
-    bad_examples: BadExamples | None = None,
-    read: Callable[[str, ReadOptions], Iterator[Located]] = read_records,
-  ):
-    """Builds a reader.
+  Attributes:
+    convert: converts a record to an example's texts, or returns the reason why it cannot.
+    options: how the files' bytes become records.
+    is_kept: whether to return an example.
+    bad_examples: counts or refuses the bad examples.
+    read_records: reads the records of a file.
+  """
 
-    Args:
-      convert: converts a record to an example's texts, or returns the reason why it cannot.
-      options: how the files' bytes become records.
-      is_kept: whether to return an example.
-      bad_examples: counts or refuses the bad examples; None counts them.
-      read: reads the records of a file.
-    """
-    self._convert, self._is_kept = convert, is_kept
-    self._read, self._options = read, options
-    self.bad_examples = bad_examples or BadExamples()
-    # Open files by their path and the number of their next block, the least recently used first.
-    self._open: collections.OrderedDict[tuple[str, int], _OpenFile] = collections.OrderedDict()
-    self._lock = threading.Lock()
+  convert: Convert
+  options: ReadOptions = DEFAULT_OPTIONS
+  is_kept: Callable[[Fields], bool] = lambda fields: True
+  bad_examples: BadExamples = dataclasses.field(default_factory=BadExamples)
+  read_records: Callable[[str, ReadOptions], Iterator[Located]] = read_records
+  # The remaining records of open files by path and number of the next block; the first is the oldest.
+  _open: dict[tuple[str, int], Iterator[Located]] = dataclasses.field(default_factory=dict)
+  _lock: Any = dataclasses.field(default_factory=threading.Lock)
 
   def read(self, path: str, block: int) -> tuple[list[Fields], bool]:
     """Returns the examples of a block, and whether another block follows.
 
     Raises:
-      ValueError: a bad example is refused, or all of the file's examples are bad.
+      ValueError: a bad example is refused, or all examples of the file's first block are bad, because it
+        is the wrong file or read in the wrong way.
     """
     with self._lock:
-      file = self._open.pop((path, block), None)
-    if file is None:
-      records = itertools.islice(self._read(path, self._options), block * RECORDS_PER_BLOCK, None)
-      # A good example in earlier blocks is assumed, because those were checked when they were read.
-      file = _OpenFile(path, records, good=block)
-    examples, is_end = self._next_block(file)
-    if not is_end:
+      records = self._open.pop((path, block), None)
+    if records is None:
+      records = itertools.islice(
+        self.read_records(path, self.options), block * RECORDS_PER_BLOCK, None
+      )
+    found = list(itertools.islice(records, RECORDS_PER_BLOCK))
+    good = [fields for record in found if (fields := self._fields_of(path, *record)) is not None]
+    has_more = len(found) == RECORDS_PER_BLOCK
+    if block == 0 and found and not good:
+      raise ValueError(
+        f"None of the {'first ' if has_more else ''}{len(found)} records of {path} can be used. The first "
+        f"bad one: {self.bad_examples.first}"
+      )
+    if has_more:
       with self._lock:
-        self._open[path, block + 1] = file
+        self._open[path, block + 1] = records
         if len(self._open) > _MAX_OPEN_FILES:
-          self._open.popitem(last=False)
-    return examples, not is_end
+          del self._open[next(iter(self._open))]
+    return list(filter(self.is_kept, good)), has_more
+
+  def _fields_of(self, path: str, line: int, record: Any) -> Fields | None:
+    """Returns the texts of a record, or None for a bad one, after counting it."""
+    fields = record if isinstance(record, BadExample) else self.convert(record)
+    if isinstance(fields, str):
+      fields = BadExample(path, line, fields)
+    if isinstance(fields, BadExample):
+      self.bad_examples.add(fields)
+      return None
+    return fields
 
   def examples(self, path: str) -> Iterator[Fields]:
     """Yields all examples of a file."""
@@ -154,38 +163,6 @@ class BlockReader:
       yield from examples
       if not has_more:
         return
-
-  def _next_block(self, file: _OpenFile) -> tuple[list[Fields], bool]:
-    examples: list[Fields] = []
-    records = list(itertools.islice(file.records, RECORDS_PER_BLOCK))
-    for line, record in records:
-      fields = record if isinstance(record, BadExample) else self._convert(record)
-      if isinstance(fields, str):
-        fields = BadExample(file.path, line, fields)
-      if isinstance(fields, BadExample):
-        self.bad_examples.add(fields)
-        file.bad += 1
-        continue
-      file.good += 1
-      if self._is_kept(fields):
-        examples.append(fields)
-    is_end = len(records) < RECORDS_PER_BLOCK
-    if file.bad and not file.good and (is_end or file.bad >= _MAX_BAD_START):
-      raise ValueError(
-        f"None of the {'' if is_end else 'first '}{file.bad} records of {file.path} can be used. The "
-        f"first bad one: {self.bad_examples.first}"
-      )
-    return examples, is_end
-
-
-@dataclasses.dataclass
-class _OpenFile:
-  """An open file: its remaining records, and the numbers of good and bad examples so far."""
-
-  path: str
-  records: Iterator[Located]
-  good: int
-  bad: int = 0
 
 
 @contextlib.contextmanager
@@ -255,14 +232,13 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
     parsed = list(string.Formatter().parse(template))
   except ValueError as error:
     raise ValueError(f'{feature} = "{template}" is not a valid template: {error}') from error
-  if any(specification or conversion for _, _, specification, conversion in parsed):
+  has_format = any(specification or conversion for _, _, specification, conversion in parsed)
+  if has_format or not any(column for _, column, _, _ in parsed):
     raise ValueError(
-      f'{feature} = "{template}" is not a valid template: braces contain only the name of a column'
+      f'{feature} = "{template}" is not a valid template: braces contain only the name of a column, such '
+      "as {text}"
     )
-  parts = [(text, column) for text, column, _, _ in parsed]
-  if not any(column for _, column in parts):
-    raise ValueError(f'{feature} = "{template}" contains no column, such as {{text}}')
-  return parts
+  return [(text, column) for text, column, _, _ in parsed]
 
 
 def _as_text(value: Any) -> str:

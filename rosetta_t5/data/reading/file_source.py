@@ -27,26 +27,14 @@ class FileSource(seqio.FileDataSource):
   """
 
   is_movable = True
+  arguments: Mapping[str, Any] | None = None
+  digest = ""
 
-  def __init__(
-    self,
-    splits: Mapping[str, tuple[Sequence[str], BlockReader]],
-    names: Sequence[str],
-    arguments: Mapping[str, Any] | None = None,
-    digest: str = "",
-  ):
-    """Makes a source.
-
-    Args:
-      splits: the files of each split, and what reads them.
-      names: the names of an example's texts.
-      arguments: the attribute of this name.
-      digest: the attribute of this name.
-    """
+  def __init__(self, splits: Mapping[str, tuple[Sequence[str], BlockReader]], names: Sequence[str]):
+    """Makes a source of each split's files and reader; `names` are those of an example's texts."""
     patterns = {split: list(paths) for split, (paths, _) in splits.items()}
     super().__init__(read_file_fn=None, split_to_filepattern=patterns)
     self._files, self._names = splits, names
-    self.arguments, self.digest = arguments, digest
 
   def list_shards(self, split: str) -> Sequence[str]:
     """Returns the files of a split."""

@@ -10,7 +10,7 @@ import io
 import lzma
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from rosetta_t5.argument_types import check_one_of
@@ -132,7 +132,7 @@ def describe_files(paths: Sequence[str], is_movable: bool) -> dict[str, Any]:
     if os.path.isfile(path):
       sizes[number] = os.path.getsize(path)
       with open(path, "rb") as file:
-        heads[number] = digest_of([file.read(_HEAD)])
+        heads[number] = digest_of(file.read(_HEAD))
   return list_files(paths, sizes, heads, is_movable) | {"head": _HEAD}
 
 
@@ -148,23 +148,19 @@ def list_files(
   return {"folder": folder, "files": files, "is_movable": is_movable}
 
 
-def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list[str], list[str]]:
-  """Compares two results of `list_files`.
-
-  Returns:
-    Descriptions of the changes that make a position invalid, and of those that do not.
-  """
+def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+  """Returns the differences of two results of `list_files` that make a position invalid."""
   # Older positions have digests of other parts of the files; their sizes can be compared.
   compared = 3 if stored.get("head") == current.get("head") else 2
   before, after = ([file[:compared] for file in each["files"]] for each in (stored, current))
   folder = current["folder"]
   if before == after:
-    if stored["folder"] == folder:
-      return [], []
-    moved = f"moved from {stored['folder']} to {folder}"
-    if current["is_movable"]:
-      return [], [moved]
-    return [f"{moved} (the position contains paths: make the old path a link to the new one)"], []
+    if current["is_movable"] or stored["folder"] == folder:
+      return []
+    return [
+      f"moved from {stored['folder']} to {folder} (the position contains paths: make the old path a link to "
+      "the new one)"
+    ]
   old, new = ({name: rest for name, *rest in files} for files in (before, after))
   changed = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
   sizes = {name: f"size {old[name][0]:,} → {new[name][0]:,}" for name in changed}
@@ -174,20 +170,13 @@ def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> tuple[list
     "removed": sorted(old.keys() - new.keys()),
     "added": sorted(new.keys() - old.keys()),
   }
-  texts = [
-    f"{kind}: {', '.join([*names[:3], *(['…'] if names[3:] else [])])}"
-    for kind, names in kinds.items()
-    if names
-  ]
-  return [f"in {folder}, {'; '.join(texts or ['files are read in another order'])}"], []
+  texts = [f"{kind}: {', '.join(names[:3])}" for kind, names in kinds.items() if names]
+  return [f"in {folder}, {'; '.join(texts or ['files are read in another order'])}"]
 
 
-def digest_of(parts: Iterable[bytes]) -> str:
+def digest_of(data: bytes) -> str:
   """Returns a short digest of bytes."""
-  digest = hashlib.blake2b(digest_size=8)
-  for part in parts:
-    digest.update(part)
-  return digest.hexdigest()
+  return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _data_suffix(path: pathlib.Path) -> str:

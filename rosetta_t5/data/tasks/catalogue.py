@@ -28,8 +28,7 @@ def register(name: str) -> None:
   """Registers the known task of this name, unless the name is unknown or already registered."""
   if name in TASKS and name not in seqio.TaskRegistry.names():
     _replace_on_later_registration()
-    task = _make_task(name, name, seqio.SentencePieceVocabulary(T5_VOCABULARY))
-    seqio.TaskRegistry.add_provider(name, task)
+    seqio.TaskRegistry.add_provider(name, _make_task(name, name))
 
 
 def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
@@ -56,15 +55,21 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
   return new_name
 
 
-def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary) -> seqio.Task:
+def text_features(vocabulary: seqio.Vocabulary | None = None, add_eos: bool = True) -> Any:
+  """Returns the features of known tasks with inputs; the vocabulary is T5's by default."""
+  vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
+  inputs = seqio.Feature(vocabulary, add_eos=add_eos, required=False)
+  return {"inputs": inputs, "targets": seqio.Feature(vocabulary, add_eos=add_eos)}
+
+
+def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary | None = None) -> seqio.Task:
   """Returns the known task `name` as a SeqIO task called `new_name`."""
   from rosetta_t5.data.reading.file_source import CountedTask
 
   spec = TASKS[name]
-  features = {}
-  if spec.objective != "causal_lm":  # Decoder-only models have no inputs.
-    features["inputs"] = seqio.Feature(vocabulary, add_eos=spec.add_eos, required=False)
-  features["targets"] = seqio.Feature(vocabulary, add_eos=spec.add_eos)
+  features = text_features(vocabulary, spec.add_eos)
+  if spec.objective == "causal_lm":  # Decoder-only models have no inputs.
+    del features["inputs"]
   return CountedTask(
     new_name,
     source=KnownSource(name, spec),
@@ -152,7 +157,7 @@ def find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
       for split, paths in found.items():
         # In the tsv files of public data sets, quotes are ordinary characters.
         options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
-        splits[split] = (paths, BlockReader(select_texts, options, read=files.read))
+        splits[split] = (paths, BlockReader(select_texts, options, read_records=files.read))
       return FileSource(splits, files.names)
   lines = [
     f"The data of the task '{name}' is not on this machine, and data is never downloaded.",
@@ -163,6 +168,8 @@ def find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
     if spec.tfds:
       lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
     lines.append(f"  {folder / files.folder}/ with {patterns}")
-  lines += [f"{spec.source_hint}."] * bool(spec.source_hint)
-  lines.append(f"Name another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}.")
-  raise ValueError("\n".join(lines))
+  raise ValueError(
+    "\n".join(lines)
+    + f"\nName another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
+    "docs/data.md (Known tasks) states where to get the data."
+  )

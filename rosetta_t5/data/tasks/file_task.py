@@ -10,9 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from absl import logging
-
-from rosetta_t5.argument_types import Percentage, Positive, check_one_of, one_of
+from rosetta_t5.argument_types import Percentage, Positive, PositiveNumber, check_one_of, one_of
 from rosetta_t5.data import objectives
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_copies import T5_VOCABULARY
@@ -107,16 +105,16 @@ def file_task(
   train = find_files(files)
   validation = find_files(validation_files) if validation_files else train
   splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
-  arguments = {
+  source = FileSource(splits, list(templates))
+  source.digest = digest
+  source.arguments = {
     "objective": objective,
     "text": dict(templates),
     "layout": dataclasses.asdict(options),
     "validation_percent": None if validation_files else validation_percent,
   }
-  source = FileSource(splits, list(templates), arguments, digest)
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
-  _register(name, source, objective, vocabulary, [getattr(known_metrics, m) for m in metrics])
-  logging.info("Task '%s': %s on %d files", name, objective, len(train))
+  _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics])
   return name
 
 
@@ -142,12 +140,8 @@ def task_on_rows(
     ValueError: a file or a metric does not exist.
   """
   arguments = getattr(getattr(like, "source", None), "arguments", None) or {}
-  columns = arguments.get("text", {})
-  options = {
-    name: value
-    for name, value in arguments.get("layout", {}).items()
-    if name in ("columns", "text_unit")
-  }
+  columns, layout = arguments.get("text", {}), arguments.get("layout", {})
+  options = {name: layout[name] for name in ("columns", "text_unit") if name in layout}
   if inputs or arguments.get("objective", "seq2seq") == "seq2seq":
     if metrics is None and columns:
       metrics = [f.__name__ for f in like.metric_fns if f.__name__ in known_metrics.__all__]
@@ -169,7 +163,7 @@ def mixture(
   *,
   rates: Annotated[str, one_of(RATES)] | Sequence[float] = "proportional",
   maximum: Positive | None = None,
-  temperature: float = 1.0,
+  temperature: PositiveNumber = 1.0,
   name: str | None = None,
 ) -> str:
   """Registers a SeqIO mixture of tasks, and returns its name. A second call returns the same mixture.
@@ -201,19 +195,15 @@ def mixture(
       f"data.mixture.rates must be a positive number for each of the {len(tasks)} tasks, "
       f"{' or '.join(map(repr, RATES))}, got {rates}"
     )
-  if temperature <= 0:
-    raise ValueError(f"data.mixture.temperature must be greater than 0, got {temperature}")
   arguments = repr((list(tasks), rates, maximum, temperature))
   name = name or f"mixture_{hashlib.blake2b(arguments.encode(), digest_size=5).hexdigest()}"
   if name in registered_names():
     return name
-  numbers: list[Any]
+  numbers: list[Any] = [1.0] * len(tasks) if isinstance(rates, str) else [float(x) for x in rates]
   if rates == "proportional":
     rate = functools.partial(_proportional_rate, maximum=maximum, temperature=temperature)
     mixtures = seqio.MixtureRegistry.names()  # SeqIO accepts only numbers as their rates.
     numbers = [rate(seqio.MixtureRegistry.get(t)) if t in mixtures else rate for t in tasks]
-  else:
-    numbers = [1.0] * len(tasks) if isinstance(rates, str) else [float(x) for x in rates]
   seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
   return name
 
@@ -250,11 +240,7 @@ def create_task_from_tfexample_file(
     ValueError: no such file exists, or this type of file is not supported.
   """
   paths = [paths] if isinstance(paths, str) else list(paths)
-  if file_type != "tfrecord":
-    raise ValueError(
-      "create_task_from_tfexample_file.file_type must be 'tfrecord', got "
-      f"{file_type!r}: set TF_EXAMPLE_FILE_TYPE = 'tfrecord' and give TFRecord files"
-    )
+  check_one_of("TF_EXAMPLE_FILE_TYPE", file_type, ("tfrecord",))
   if not tf.io.gfile.glob(paths):
     raise ValueError(
       f"There is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
@@ -280,17 +266,11 @@ def create_task_from_tfexample_file(
   return name
 
 
-def _register(
-  name: str,
-  source: seqio.DataSource,
-  objective: str,
-  vocabulary: seqio.Vocabulary,
-  metric_fns: Sequence[Any],
-) -> None:
+def _register(name: str, source: Any, vocabulary: Any, metric_fns: Sequence[Any]) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
   from rosetta_t5.data.reading.file_source import CountedTask
 
-  feature = seqio.Feature(vocabulary, add_eos=True)
+  feature, objective = seqio.Feature(vocabulary, add_eos=True), source.arguments["objective"]
   inputs = {} if objective == "causal_lm" else {"inputs": feature}
   tasks: dict[str, objectives.Denoiser | None] = {name: None}
   if objective == "ul2":

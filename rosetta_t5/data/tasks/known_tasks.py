@@ -32,20 +32,18 @@ class LocalFiles:
 
   folder: str
   splits: Mapping[str, tuple[str, ...]]
-  names: tuple[str, ...]
+  names: tuple[str, ...] = ("text",)
   select_texts: Convert | None = None
   to_example: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
   read: Callable[[str, ReadOptions], Any] = read_records
 
   def find(self, folder: pathlib.Path) -> Mapping[str, list[str]]:
     """Returns the dataset's files in a data folder by split, without splits that have no files."""
-    found = {
-      split: sorted(
-        {str(file) for pattern in patterns for file in (folder / self.folder).glob(pattern)}
-      )
-      for split, patterns in self.splits.items()
-    }
-    return {split: paths for split, paths in found.items() if paths}
+    parent, found = folder / self.folder, {}
+    for split, patterns in self.splits.items():
+      if paths := {str(file) for pattern in patterns for file in parent.glob(pattern)}:
+        found[split] = sorted(paths)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,6 @@ class TaskSpec:
     splits: the task's splits; None means all splits of the dataset.
     postprocess: converts the model's text to what the metrics compare.
     metrics: functions of targets and predictions.
-    source_hint: where to get the data, for the error message if it is missing.
     add_eos: whether inputs and targets end with an end token.
   """
 
@@ -71,60 +68,51 @@ class TaskSpec:
   splits: tuple[str, ...] | None = None
   postprocess: Callable[..., Any] | None = None
   metrics: tuple[Callable[..., Any], ...] = ()
-  source_hint: str = ""
   add_eos: bool = True
 
 
 # Unlabelled text: the Pile (Gao et al. 2020), C4 (Raffel et al. 2020), Wikitext, LAMBADA.
-def _text_files(folder: str, **splits: tuple[str, ...]) -> LocalFiles:
-  return LocalFiles(folder, splits, names=("text",))
-
-
 # Records are {"text": …, "meta": {"pile_set_name": …}}, in 30 training shards and two other files.
-PILE_FILES = _text_files(
+PILE_FILES = LocalFiles(
   "the_pile",
-  train=("train/*.jsonl.zst", "train/*.jsonl"),
-  validation=("val.jsonl.zst", "val.jsonl", "val/*.jsonl*", "validation*.jsonl*"),
-  test=("test.jsonl.zst", "test.jsonl", "test/*.jsonl*"),
+  {
+    "train": ("train/*.jsonl.zst", "train/*.jsonl"),
+    "validation": ("val.jsonl.zst", "val.jsonl", "val/*.jsonl*", "validation*.jsonl*"),
+    "test": ("test.jsonl.zst", "test.jsonl", "test/*.jsonl*"),
+  },
 )
-_C4_FILES = _text_files(
+_C4_FILES = LocalFiles(
   "c4/en",
-  train=("c4-train.*.json.gz", "train*.jsonl*"),
-  validation=("c4-validation.*.json.gz", "validation*.jsonl*"),
+  {
+    "train": ("c4-train.*.json.gz", "train*.jsonl*"),
+    "validation": ("c4-validation.*.json.gz", "validation*.jsonl*"),
+  },
 )
-_WIKITEXT_FILES = _text_files(
+_WIKITEXT_FILES = LocalFiles(
   "wikitext",
-  train=("wiki.train.tokens", "wiki.train.raw", "**/train*.parquet", "train*.txt"),
-  validation=("wiki.valid.tokens", "wiki.valid.raw", "**/validation*.parquet", "validation*.txt"),
-  test=("wiki.test.tokens", "wiki.test.raw", "**/test*.parquet", "test*.txt"),
+  {
+    split: (f"wiki.{short}.tokens", f"wiki.{short}.raw", f"**/{split}*.parquet", f"{split}*.txt")
+    for split, short in (("train", "train"), ("validation", "valid"), ("test", "test"))
+  },
 )
-_LAMBADA_FILES = _text_files(
-  "lambada", test=("lambada_test*.jsonl*", "test*.jsonl*"), validation=("*validation*.jsonl*",)
+_LAMBADA_FILES = LocalFiles(
+  "lambada",
+  {"test": ("lambada_test*.jsonl*", "test*.jsonl*"), "validation": ("*validation*.jsonl*",)},
 )
-
-_PILE_HINT = (
-  "The Pile's public copy is gone: python scripts_gpu/download_the_pile.py lists the alternatives"
-)
-_C4_HINT = "C4 is at huggingface.co/datasets/allenai/c4, or is built by TFDS: tfds build c4/en"
-_LAMBADA_HINT = "LAMBADA: python scripts_gpu/download_lambada.py prints where to get it"
-_WIKITEXT_HINT = "Wikitext is at huggingface.co/datasets/Salesforce/wikitext"
-# For each corpus: its TFDS dataset, its files, and where to get it.
+# For each corpus: its TFDS dataset and its files.
 _CORPORA = {
-  "pile": ("the_pile:1.0.0", PILE_FILES, _PILE_HINT),
-  "c4": ("c4/en:2.2.0", _C4_FILES, _C4_HINT),
-  "wikitext": ("", _WIKITEXT_FILES, _WIKITEXT_HINT),
+  "pile": ("the_pile:1.0.0", PILE_FILES),
+  "c4": ("c4/en:2.2.0", _C4_FILES),
+  "wikitext": ("", _WIKITEXT_FILES),
 }
 
 
 def _corpus_task(corpus: str, objective: str) -> TaskSpec:
-  tfds, files, hint = _CORPORA[corpus]
-  return TaskSpec(tfds, text_formats.text_as_targets, files, objective, source_hint=hint)
+  tfds, files = _CORPORA[corpus]
+  return TaskSpec(tfds, text_formats.text_as_targets, files, objective)
 
 
-_lambada_task = functools.partial(
-  TaskSpec, "lambada:1.0.0", files=_LAMBADA_FILES, source_hint=_LAMBADA_HINT
-)
-
+_lambada_task = functools.partial(TaskSpec, "lambada:1.0.0", files=_LAMBADA_FILES)
 _PRETRAINING_TASKS = {
   "the_pile_span_corruption": _corpus_task("pile", "span_corruption"),
   "c4_v220_span_corruption": _corpus_task("c4", "span_corruption"),
@@ -179,7 +167,6 @@ _SQUAD = TaskSpec(
   ),
   postprocess=text_formats.squad_answers,
   metrics=(task_metrics.squad,),
-  source_hint="SQuAD: train-v1.1.json and dev-v1.1.json at rajpurkar.github.io/SQuAD-explorer",
 )
 
 
@@ -199,7 +186,6 @@ def _translation(dataset: str, pair: str) -> TaskSpec:
     functools.partial(text_formats.translate, source="en", target=target),
     _paired_files(f"{dataset}/{pair}", "en", target),
     metrics=(task_metrics.bleu,),
-    source_hint=f"WMT: tfds build {dataset}/{pair}, on a machine that reaches statmt.org",
   )
 
 
@@ -213,7 +199,6 @@ _SUPERVISED_TASKS = {
     functools.partial(text_formats.summarize, article="article", summary="highlights"),
     _paired_files("cnn_dailymail", "article", "highlights"),
     metrics=(task_metrics.rouge,),
-    source_hint="CNN/Daily Mail: tfds build cnn_dailymail",
   ),
   # T5 translates from English. Its task names have the source language first, TFDS has it last.
   "wmt14_ende_v003": _translation("wmt14_translate", "de-en"),
@@ -323,7 +308,6 @@ def _glue_task(name: str, version: str) -> TaskSpec:
     splits=("test",) if name == "ax" else None,
     postprocess=postprocess,
     metrics=metric_fns,
-    source_hint=f"GLUE: tfds build glue/{name}, on a machine that reaches dl.fbaipublicfiles.com",
   )
 
 

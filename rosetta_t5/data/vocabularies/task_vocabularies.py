@@ -86,8 +86,8 @@ def content_digest(vocabulary: Any) -> str | None:
   """Returns a digest of a vocabulary's tokens; None if it does not read them from a file."""
   tokenizer: Any = getattr(vocabulary, "tokenizer", None)
   if hasattr(tokenizer, "id_to_piece"):
-    return digest_of([repr([piece for piece in _pieces(tokenizer) if piece[0]]).encode()])
-  return digest_of([tokenizer.to_str().encode()]) if hasattr(tokenizer, "to_str") else None
+    return digest_of(repr([piece for piece in _pieces(tokenizer) if piece[0]]).encode())
+  return digest_of(tokenizer.to_str().encode()) if hasattr(tokenizer, "to_str") else None
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:

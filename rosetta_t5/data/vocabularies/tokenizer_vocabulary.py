@@ -39,9 +39,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
     """The id of the end token."""
     number = self.tokenizer.token_to_id(self._eos_token)
     if number is None:
-      raise ValueError(
-        f"{' and '.join(self._files)}: there is no token {self._eos_token!r} (eos_token)"
-      )
+      raise ValueError(f"there is no token {self._eos_token!r} (eos_token) in {self._files}")
     return number + self._shift
 
   @property
@@ -114,11 +112,10 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return tf.numpy_function(decode, [ids], tf.string, stateful=False)
 
   def __eq__(self, other: object) -> bool:
-    return (
-      isinstance(other, TokenizerVocabulary)
-      and (self._eos_token, self._shift, self._added_ids)
-      == (other._eos_token, other._shift, other._added_ids)
-      and (self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str())
-    )
+    if not isinstance(other, TokenizerVocabulary):
+      return False
+    names = ("_eos_token", "_shift", "_added_ids")
+    is_same = self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str()
+    return is_same and all(getattr(self, name) == getattr(other, name) for name in names)
 
   __hash__ = None  # type: ignore[assignment]

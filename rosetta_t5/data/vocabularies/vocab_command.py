@@ -25,17 +25,11 @@ from rosetta_t5.terminal import machine_path, positive_integer
 _MAX_LINE_LENGTH = 4000  # characters
 _CHECKED_TEXTS = 500  # number of texts that are encoded and decoded to see what they lose
 _SMALL = 1000  # pieces; 256 bytes would be too many of a smaller vocabulary
-_OPTIONS = {  # of SentencePiece's trainer
-  "byte_fallback": "true or false: whether characters without a piece become bytes (true from --size 1000)",
-  "character_coverage": "share of the text's characters that get a piece (0.9995; 1.0 below --size 1000)",
-  "required_chars": "characters that get a piece in any case (ASCII from --size 1000)",
-  "user_defined_symbols": "pieces that are never split, separated by commas",
-  "normalization_rule_name": "nmt_nfkc (the default), nfkc, nmt_nfkc_cf, nfkc_cf or identity",
-  "remove_extra_whitespaces": "true or false: whether runs of spaces become one (true)",
-  "allow_whitespace_only_pieces": "true or false: whether a run of spaces can be a piece (false)",
-  "split_digits": "true or false: whether each digit is a piece of its own (false)",
-  "model_type": "unigram (the default) or bpe",
-}
+_OPTIONS = (  # of SentencePiece's trainer, https://github.com/google/sentencepiece/blob/master/doc/options.md
+  *("byte_fallback", "character_coverage", "required_chars", "user_defined_symbols", "model_type"),
+  *("normalization_rule_name", "remove_extra_whitespaces", "allow_whitespace_only_pieces"),
+  "split_digits",
+)
 _GIN_FILE = """\
 In a gin file:
 
@@ -57,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--out", type=machine_path, required=True, help="the new file, such as vocabulary.model")
   add("--text", "--text-key", default="text", help="column or template")
   add("--max-characters", type=positive_integer, default=200_000_000, help="size of the sample")
-  for name, text in _OPTIONS.items():
-    add(f"--{name}", help=f"{text}, as in SentencePiece", metavar="VALUE")
+  for name in _OPTIONS:
+    add(f"--{name}", help="as in SentencePiece's spm_train", metavar="VALUE")
   train.set_defaults(run=_train)
   show = verbs.add_parser("show", help="show the pieces and ids of a text")
   show.add_argument("model")
