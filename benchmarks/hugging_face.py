@@ -63,7 +63,7 @@ def hugging_face_step(args: argparse.Namespace, compiled: bool) -> Callable[[], 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-  """Returns the result of the benchmark (see `bench.make_row`)."""
+  """Returns the result of the benchmark (see `bench.measure`)."""
   import torch
   import transformers
 
@@ -78,18 +78,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     nonlocal loss
     loss = step()
 
-  seconds = bench.time_steps(run, lambda: float(loss), args.steps)
-  return bench.make_row(
-    args,
-    seconds,
-    device=torch.cuda.get_device_name() if on_gpu else "cpu",
-    devices=1,
-    versions=f"torch {torch.__version__}, transformers {transformers.__version__}",
-    computation="Hugging Face, " + ("eager" if args.eager else "compiled"),
-    peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0,
-    compile_s=compile_seconds,
-    loss_per_token=float(loss),
-  )
+  device = torch.cuda.get_device_name() if on_gpu else "cpu"
+  return bench.measure(args, run, lambda: float(loss), device) | {
+    "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    "computation": "Hugging Face, " + ("eager" if args.eager else "compiled"),
+    "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if on_gpu else 0,
+    "compile_s": compile_seconds,
+    "loss_per_token": float(loss),
+  }
 
 
 def main() -> None:

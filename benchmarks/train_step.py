@@ -52,7 +52,7 @@ def main() -> None:
   args = parser.parse_args()
   program = bench.compile_step(args)
   expected = expectations(program, args.microbatches)  # before the steps donate the state
-  bench.show(bench.measure(args, program) | expected, args.json)
+  bench.show(bench.measure_program(args, program) | expected, args.json)
   print(f"HLO {expected['hlo']}")
 
 

@@ -143,13 +143,16 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   return CompiledStep(compiled, state, batch, model, partitioner, text, seconds)
 
 
-def time_steps(step: Callable[[], Any], wait: Callable[[], Any], steps: int) -> list[float]:
-  """Returns the seconds per step for each group of steps, after a warmup.
+def measure(
+  args: argparse.Namespace, step: Callable[[], Any], wait: Callable[[], Any], device: str
+) -> dict[str, Any]:
+  """Times a step after a warmup, and returns the options and the rates, with T5X's formula for FLOPs.
 
   Args:
+    args: those of `add_arguments`.
     step: starts one step.
     wait: returns when the last step is finished.
-    steps: the number of steps.
+    device: the kind of the devices.
   """
 
   def run_group() -> float:
@@ -160,59 +163,46 @@ def time_steps(step: Callable[[], Any], wait: Callable[[], Any], steps: int) -> 
     return (time.perf_counter() - started) / _GROUP
 
   run_group()
-  return [run_group() for _ in range(max(1, steps // _GROUP))]
-
-
-def make_row(
-  args: argparse.Namespace, seconds: Sequence[float], device: str, devices: int, **results: Any
-) -> dict[str, Any]:
-  """Returns what was measured: the options, rates with T5X's formula for FLOPs, and `results`."""
-  options = {name: value for name, value in vars(args).items() if value and not callable(value)}
-  rate = args.batch / statistics.median(seconds) / devices
+  seconds = statistics.median(run_group() for _ in range(max(1, args.steps // _GROUP)))
+  rate = args.batch / seconds / jax.device_count()
   flops, peak = training_flops_of(model_config(args.size), *args.lengths), peak_of(device)
   return {
-    **options,
-    "device": f"{devices} {device}",
+    **{name: value for name, value in vars(args).items() if value and not callable(value)},
+    "device": f"{jax.device_count()} {device}",
     "date": datetime.date.today().isoformat(),
-    "step_ms": statistics.median(seconds) * 1e3,
+    "step_ms": seconds * 1e3,
     "seq_per_s_per_device": rate,
     "tflops_per_device": rate * flops / 1e12,
     "mfu": rate * flops / peak if peak else None,
-    **results,
   }
 
 
-def measure(args: argparse.Namespace, program: CompiledStep | None = None) -> dict[str, Any]:
-  """Times the step and returns the result (see `make_row`).
-
-  Args:
-    args: those of `add_arguments`.
-    program: the step, whose state is donated; None compiles it.
-  """
-  program = program or compile_step(args)
+def measure_program(args: argparse.Namespace, program: CompiledStep) -> dict[str, Any]:
+  """Times a step, which donates its state, and returns the result (see `measure`)."""
   state, metrics, rng = program.state, {}, jax.random.PRNGKey(1)
 
   def step() -> None:
     nonlocal state, metrics
     state, metrics = program.step(state, program.batch, rng)
 
-  seconds = time_steps(step, lambda: jax.block_until_ready((state.params, metrics)), args.steps)
-  devices = jax.devices()
-  return make_row(
-    args,
-    seconds,
-    device=devices[0].device_kind,
-    devices=len(devices),
-    versions=f"jax {jax.__version__}",
-    computation=program.computation,
-    peak_memory_gb=(devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
-    compile_s=program.seconds,
-    loss_per_token=float(metrics["loss_per_nonpadding_target_token"].compute()),
-  )
+  device = jax.devices()[0]
+  row = measure(args, step, lambda: jax.block_until_ready(state.params), device.device_kind)
+  return row | {
+    "versions": f"jax {jax.__version__}",
+    "computation": program.computation,
+    "peak_memory_gb": (device.memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
+    "compile_s": program.seconds,
+    "loss_per_token": float(metrics["loss_per_nonpadding_target_token"].compute()),
+  }
 
 
-def show(row: dict[str, Any], path: str | None) -> int:
-  """Prints a result, writes it to a JSON file if a path is given, and returns 0."""
+def _run(args: argparse.Namespace) -> int:
+  show(measure_program(args, compile_step(args)), args.json)
+  return 0
+
+
+def show(row: dict[str, Any], path: str | None) -> None:
+  """Prints a result, and writes it to a JSON file if a path is given."""
   mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
   memory = f", {row['peak_memory_gb']:.1f} GB" if row["peak_memory_gb"] else ""
   print(f"{row['device']}, {row['versions']}; {row['computation']}")
@@ -224,7 +214,6 @@ def show(row: dict[str, Any], path: str | None) -> int:
   )
   if path:
     write_atomically(path, json.dumps(row, indent=2))
-  return 0
 
 
 def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
@@ -246,7 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   add("--emulate", action="store_true", help="emulate fp8 on hardware without it")
   add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
   add("--pack", action="store_true", help="two examples per row")
-  parser.set_defaults(run=lambda options: show(measure(options), options.json))
+  parser.set_defaults(run=_run)
 
 
 def _new_file(path: str) -> str:

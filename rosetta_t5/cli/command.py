@@ -22,15 +22,16 @@ class Verb(NamedTuple):
   """A verb of the command line.
 
   Attributes:
-    arguments: the MODULE:FUNCTION of rosetta_t5 that adds the verb's arguments to a parser, and as
-      the default `run` the function that gets their values and returns the exit status.
     help: what it does, in one line.
     examples: the arguments of calls that --help shows.
+    arguments: the MODULE:FUNCTION of rosetta_t5 that adds the verb's arguments to a parser, and as
+      the default `run` the function that gets their values and returns the exit status. By default it
+      is `VERB_arguments` of `run_commands`.
   """
 
-  arguments: str
   help: str
   examples: tuple[str, ...]
+  arguments: str = ""
 
 
 # These verbs take T5X's flags too, such as --gin.NAME=VALUE, as `options.flags`, and may import users' modules.
@@ -38,7 +39,6 @@ _RUNS, _CHECKS = ("train", "eval", "infer", "export", "quickstart"), ("check", "
 WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect")
 VERBS = {
   "train": Verb(
-    "cli.run_commands:train_arguments",
     "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
     (
       "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100",
@@ -46,12 +46,10 @@ VERBS = {
     ),
   ),
   "eval": Verb(
-    "cli.run_commands:eval_arguments",
     "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",
     ("--model_dir runs/squad --split test", "--model_dir runs/squad --file new_rows.csv"),
   ),
   "infer": Verb(
-    "cli.run_commands:infer_arguments",
     "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
     (
       "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
@@ -59,52 +57,49 @@ VERBS = {
     ),
   ),
   "export": Verb(
-    "cli.run_commands:export_arguments",
     "Write a model as a TensorFlow SavedModel and as StableHLO (t5x.export).",
     ("--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",),
   ),
   "chat": Verb(
-    "cli.text_commands:chat_arguments",
     "Fill the blanks in sentences that you type.",
     ("quickstart/run", "quickstart/run/checkpoint_600"),
+    "cli.text_commands:chat_arguments",
   ),
   "check": Verb(
-    "cli.run_commands:check_arguments",
     "Report all errors in gin files, and what they would run; nothing is run.",
     ("my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",),
   ),
   "plan": Verb(
-    "plan.plan_command:add_arguments",
     "Estimate the memory, time and traffic of a recipe on GPUs that need not be present.",
     ("gin/examples/xl_pile_pretrain.gin --devices=64 --gpu=h200",),
+    "plan.plan_command:add_arguments",
   ),
   "compile": Verb(
-    "gpu_program.compile_command:add_arguments",
     "Compile a recipe's step for GPUs that need not be present, and show the program.",
     ("gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",),
+    "gpu_program.compile_command:add_arguments",
   ),
   "convert": Verb(
-    "conversion.convert:add_arguments",
     "Write a checkpoint in another layout, and verify that the model is the same.",
     ("google/flan-t5-small runs/flan --to t5x", "runs/squad out --to hf --tokenizer spiece.model"),
+    "conversion.convert:add_arguments",
   ),
   "ckpt": Verb(
-    "checkpoints.inspect_command:add_arguments",
     "Inspect, compare and verify checkpoints of any layout.",
     ("ls runs/squad", "show runs/squad", "diff runs/squad exported", "verify runs/squad --write"),
+    "checkpoints.inspect_command:add_arguments",
   ),
   "vocab": Verb(
-    "data.vocabularies.vocab_command:add_arguments",
     "Train a vocabulary on your text, or show how one splits a text.",
     ("train --input 'corpus/*.txt' --size 32000 --out my.model", "show my.model 'some text'"),
+    "data.vocabularies.vocab_command:add_arguments",
   ),
   "prepare": Verb(
-    "data.prepared.prepare:add_arguments",
     "Tokenize text into indexed shards.",
     ("--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",),
+    "data.prepared.prepare:add_arguments",
   ),
   "inspect": Verb(
-    "cli.run_commands:inspect_arguments",
     "Show a task's batches as text, their statistics and the problems found.",
     (
       "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
@@ -112,27 +107,27 @@ VERBS = {
     ),
   ),
   "quickstart": Verb(
-    "cli.quickstart:add_arguments",
     "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
     ("", "--gin.TRAIN_STEPS=200"),
+    "cli.quickstart:add_arguments",
   ),
   "report": Verb(
-    "run_report.report_command:add_arguments",
     "Write one HTML page that shows training runs, this package's or T5X's, and compares them.",
     ("runs/small runs/base --out compared.html", "runs/small --follow"),
+    "run_report.report_command:add_arguments",
   ),
   "bench": Verb(
-    "cli.bench:add_arguments",
     "Time a training step on this machine's devices.",
     ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
+    "cli.bench:add_arguments",
   ),
   "doctor": Verb(
-    "cli.doctor:add_arguments", "Show what is installed, what is missing, and the devices.", ("",)
+    "Show what is installed, what is missing, and the devices.", ("",), "cli.doctor:add_arguments"
   ),
   "completion": Verb(
-    "cli.command:completion_arguments",
     "Print a script that makes a shell complete verbs and options.",
     ("bash > ~/.local/share/bash-completion/completions/rosetta-t5",),
+    "cli.command:completion_arguments",
   ),
 }
 
@@ -225,7 +220,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, with_flags: bool) 
     with_flags: whether T5X's flags are added too, if the verb takes them.
   """
   verb = VERBS[name]
-  module, _, function = verb.arguments.partition(":")
+  module, _, function = (verb.arguments or f"cli.run_commands:{name}_arguments").partition(":")
   getattr(importlib.import_module(f"rosetta_t5.{module}"), function)(parser)
   parser.add_argument("--debug", action="store_true", help="print the tracebacks of all errors")
   if with_flags and name in WITH_FLAGS:

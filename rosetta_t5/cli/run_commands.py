@@ -30,7 +30,6 @@ _MACROS = {
   "module": "MIXTURE_OR_TASK_MODULE",
   "task_feature_lengths": "TASK_FEATURE_LENGTHS",
 }
-MODES = ("predict", "predict_with_aux", "score")
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +52,8 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer`."""
   _add_run_arguments(parser, "MODEL_DIR/infer/SPLIT/checkpoint_STEP")
   add = parser.add_argument_group("the run's task").add_argument
-  add("--mode", choices=MODES, help="what to compute: predictions (the default), or scores too")
+  modes = ("predict", "predict_with_aux", "score")
+  add("--mode", choices=modes, help="what to compute: predictions (the default), or scores too")
   text_commands.infer_arguments(parser)
   parser.set_defaults(run=_infer)
 
@@ -96,7 +96,6 @@ def inspect_arguments(parser: argparse.ArgumentParser) -> None:
   add("--batch-size", type=positive_integer, default=8, help="rows of a batch (default: 8)")
   add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
   add("--pack", action="store_true", help="pack several examples into a row")
-  add("--seed", type=int, default=0, help="the seed of the order (default: 0)")
   of_file = parser.add_argument_group("a file of rows").add_argument
   of_file("--inputs", help=_INPUTS)
   of_file("--targets", help=_TARGETS)
@@ -149,7 +148,7 @@ def _eval(options: argparse.Namespace) -> int:
       partitioner=run["partitioner"],
       output_dir=output_dir,
       inference_evaluator_cls=run.get("inference_evaluator_cls"),
-      summarize_config_fn=_write_no_config,
+      summarize_config_fn=lambda **_: None,
     )
     return 0
   if options.file is None:
@@ -198,7 +197,7 @@ def _infer(options: argparse.Namespace) -> int:
     partitioner=run["partitioner"],
     output_dir=output_dir,
     checkpoint_period=100,
-    summarize_config_fn=_write_no_config,
+    summarize_config_fn=lambda **_: None,
   )
   return 0
 
@@ -246,7 +245,7 @@ def _inspect(options: argparse.Namespace) -> int:
   found = {"task_feature_lengths": lengths, **_find_data(options)}
   if options.lengths:
     found["task_feature_lengths"] = options.lengths
-  order = {"shuffle": True, "seed": options.seed, "pack": options.pack}
+  order = {"shuffle": True, "seed": 0, "pack": options.pack}
   cfg = DatasetConfig(split=options.split, batch_size=options.batch_size, **order, **found)
   return show_dataset(cfg, options.batches, options.examples)
 
@@ -292,10 +291,6 @@ def _run_main(module: str, options: argparse.Namespace, verb: str | None = None)
   program = f"rosetta-t5 {verb or module}"
   importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
-
-
-def _write_no_config(**_: Any) -> None:
-  """Writes nothing: the configuration is the run's, which is in its folder."""
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> None:

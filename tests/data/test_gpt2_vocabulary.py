@@ -61,7 +61,7 @@ def test_gpt2s_vocabulary_decodes_every_text_it_encodes_in_python_and_tensorflow
 
 
 def test_files_of_another_format_are_refused_as_gpt2s_vocabulary(gpt2: tuple[str, str]) -> None:
-  with pytest.raises(ValueError, match=r"are not GPT-2's vocab\.json and merges\.txt"):
+  with pytest.raises(ValueError, match=r"cannot be read as a tokenizer\.json, or as GPT-2's"):
     gpt2_vocabulary(gpt2[1], gpt2[0]).encode("a")
 
 

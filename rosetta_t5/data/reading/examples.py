@@ -89,13 +89,6 @@ class BadExamples:
     if is_new:
       logging.warning("Bad example %d is left out: %s", total, bad)
 
-  def summary(self) -> str:
-    """Returns one line with the number of bad examples, the reasons, and the first example."""
-    if not self.first:
-      return "no bad examples"
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in self.counts.most_common(5))
-    return f"{self.counts.total()} bad examples left out ({reasons}); the first: {self.first}"
-
 
 @dataclasses.dataclass(eq=False)
 class BlockReader:

@@ -93,7 +93,7 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     # A name such as "part[1].txt" may be a pattern or a file.
     matches = glob.glob(path, recursive=True) or glob.glob(glob.escape(path))
     if not matches:
-      raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()}): {_nearest(pattern)}")
+      raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()})")
     for match in matches:
       files = _data_files(match) if os.path.isdir(match) else [match]
       if not files:
@@ -191,12 +191,3 @@ def _data_files(folder: str) -> list[str]:
     for path in paths
     if _data_suffix(path) in _FORMAT_OF_SUFFIX and path.name not in _METADATA and not path.is_dir()
   ]
-
-
-def _nearest(pattern: str) -> str:
-  """Returns a sentence about the files in the innermost folder of the pattern that exists."""
-  candidates = (*pathlib.Path(pattern).parents, pathlib.Path())
-  folder = next(path for path in candidates if path.exists())
-  names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-  shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-  return f"{folder} contains {shown}" if names else f"{folder} is empty"

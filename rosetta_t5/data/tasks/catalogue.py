@@ -112,7 +112,43 @@ class KnownSource:
 
   @functools.cached_property
   def _found(self) -> seqio.DataSource:
-    return find_source(self._name, self._spec)
+    """The source that reads the first copy of the data.
+
+    Raises:
+      ValueError: the data is not on this machine. The message lists the folders that were searched.
+    """
+    from rosetta_t5.data.reading.file_source import FileSource
+
+    folders = data_folders(tfds_data_dir_override())
+    spec, files = self._spec, self._spec.files
+    for folder in folders:
+      if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
+        source = seqio.TfdsDataSource(read_only=True)
+        # SeqIO would use --tfds_data_dir, the parent folder, if it were not overridden here.
+        source.tfds_dataset.override_data_dir(str(tfds_folder))
+        return source
+      if found := files.find(folder):
+        select_texts = files.select_texts or make_converter({name: name for name in files.names})
+        splits = {}
+        for split, paths in found.items():
+          # In the tsv files of public data sets, quotes are ordinary characters.
+          options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
+          splits[split] = (paths, BlockReader(select_texts, options, read_records=files.read))
+        return FileSource(splits, files.names)
+    lines = [
+      f"The data of the task '{self._name}' is not on this machine, and data is never downloaded.",
+      "Searched:",
+    ]
+    patterns = ", ".join(of_split[0] for of_split in files.splits.values())
+    for folder in folders:
+      if spec.tfds:
+        lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
+      lines.append(f"  {folder / files.folder}/ with {patterns}")
+    raise ValueError(
+      "\n".join(lines)
+      + f"\nName another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
+      "docs/data.md (Known tasks) states where to get the data."
+    )
 
   @property
   def splits(self) -> Sequence[str]:
@@ -133,43 +169,3 @@ class KnownSource:
     if name.startswith("_"):
       raise AttributeError(name)
     return getattr(self._found, name)
-
-
-def find_source(name: str, spec: TaskSpec) -> seqio.DataSource:
-  """Returns the source that reads the first copy of a known task's data.
-
-  Raises:
-    ValueError: the data is not on this machine. The message lists the folders that were searched.
-  """
-  from rosetta_t5.data.reading.file_source import FileSource
-
-  folders = data_folders(tfds_data_dir_override())
-  files = spec.files
-  for folder in folders:
-    if spec.tfds and (tfds_folder := find_tfds(spec.tfds, folder)):
-      source = seqio.TfdsDataSource(read_only=True)
-      # SeqIO would use --tfds_data_dir, the parent folder, if it were not overridden here.
-      source.tfds_dataset.override_data_dir(str(tfds_folder))
-      return source
-    if found := files.find(folder):
-      select_texts = files.select_texts or make_converter({name: name for name in files.names})
-      splits = {}
-      for split, paths in found.items():
-        # In the tsv files of public data sets, quotes are ordinary characters.
-        options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
-        splits[split] = (paths, BlockReader(select_texts, options, read_records=files.read))
-      return FileSource(splits, files.names)
-  lines = [
-    f"The data of the task '{name}' is not on this machine, and data is never downloaded.",
-    "Searched:",
-  ]
-  patterns = ", ".join(of_split[0] for of_split in files.splits.values())
-  for folder in folders:
-    if spec.tfds:
-      lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
-    lines.append(f"  {folder / files.folder}/ with {patterns}")
-  raise ValueError(
-    "\n".join(lines)
-    + f"\nName another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
-    "docs/data.md (Known tasks) states where to get the data."
-  )

@@ -28,17 +28,13 @@ def get_vocabulary(cfg: DatasetConfig) -> tuple[seqio.Vocabulary, seqio.Vocabula
     return features["inputs"].vocabulary, features["targets"].vocabulary
   vocabularies = [f.vocabulary for f in features.values() if hasattr(f, "vocabulary")]
   tokenizing = [v for v in vocabularies if not isinstance(v, seqio.PassThroughVocabulary)]
-  if not vocabularies:
-    raise ValueError(
-      f"The task '{cfg.name}' must have a feature with a vocabulary, got {sorted(features)}."
-    )
-  first, *others = tokenizing or vocabularies
-  if not all(same_vocabulary(first, other) for other in others):
+  found = tokenizing or vocabularies
+  if not found or not all(same_vocabulary(found[0], other) for other in found):
     raise ValueError(
       f"The features {sorted(features)} of the task '{cfg.name}' must have the same vocabulary, or be "
       "named 'inputs' and 'targets', so that the model's vocabulary is unambiguous."
     )
-  return first, first
+  return found[0], found[0]
 
 
 def same_vocabulary(a: seqio.Vocabulary, b: seqio.Vocabulary) -> bool:
@@ -152,10 +148,10 @@ def load_tokenizer(*files: str) -> Any:
       tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
       tokenizer.decoder = decoders.ByteLevel()
   except Exception as error:  # tokenizers raises no narrower type
-    known = (
-      "is not a tokenizer.json" if len(paths) == 1 else "are not GPT-2's vocab.json and merges.txt"
-    )
-    raise ValueError(f"{' and '.join(files)} {known}: {error}") from error
+    raise ValueError(
+      f"{' and '.join(files)} cannot be read as a tokenizer.json, or as GPT-2's vocab.json and merges.txt: "
+      f"{error}"
+    ) from error
   if max(tokenizer.get_vocab().values(), default=0) >= 1 << 31:
     raise ValueError(f"{' and '.join(files)}: the numbers of tokens must have 32 bits")
   return tokenizer

@@ -81,7 +81,8 @@ def _train(arguments: argparse.Namespace) -> int:
   checked: list[str] = []
   lines = _sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
   write_atomically(out, train_sentencepiece(lines, size, options))
-  print(f"{out}: {size} pieces, trained on {len(files)} files; {bad_examples.summary()}")
+  left_out = bad_examples.counts.total()
+  print(f"{out}: {size} pieces, trained on {len(files)} files; {left_out} bad examples left out")
   tokenizer = load_sentencepiece(out)
   counts = sum((count_lost(text, tokenizer) for text in checked), Counter())
   print(*describe_lost(counts), sep="\n")
