@@ -113,8 +113,7 @@ def evaluate(
   # Checkpoints that are yet to be evaluated.
   evaluated = _EvaluatedCheckpoints(output_dir, dataset_cfg.name)
   restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
-  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
-  checkpoints.check_source_configs(model, restore_cfg)
+  checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
   log_model_info(
     os.path.join(output_dir, "model-info.txt"), initializer.global_train_state_shape, partitioner
@@ -279,14 +278,7 @@ def _select_checkpoints(
   cfg: checkpoints.RestoreCheckpointConfig, evaluated: _EvaluatedCheckpoints
 ) -> checkpoints.RestoreCheckpointConfig:
   """Returns the config of the checkpoints that exist and, with mode 'all', are not yet evaluated."""
-  found, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg])
-  if found is None:
-    raise ValueError(
-      f"there is no checkpoint to evaluate in {cfg.path} (mode = {cfg.mode!r}): set "
-      "CHECKPOINT_PATH (RestoreCheckpointConfig.path) to a checkpoint, or mode = 'all' and a folder "
-      "with checkpoint_STEP folders"
-    )
-  checkpoints.check_checkpoints_exist(paths)
+  _, paths = checkpoints.find_checkpoints([cfg])
   if cfg.mode == "all":
     skipped = [path for path in paths if evaluated.contains(path)]
     paths = tuple(path for path in paths if path not in skipped)

@@ -105,16 +105,15 @@ def infer(
   check_one_of("infer.mode", mode, _MODEL_METHODS)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   result_files.check_output_dir("infer.output_dir", output_dir)
-  _, paths = checkpoints.get_first_valid_restore_config_and_paths([restore_checkpoint_cfg])
-  checkpoints.check_checkpoints_exist(paths)
+  _, paths = checkpoints.find_checkpoints([restore_checkpoint_cfg])
   buckets = check_buckets(input_length_buckets, model)
 
   # Data, and the shapes of the state.
   data.check_same_files(dataset_cfg)
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(dataset_cfg, model)
-    checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_checkpoint_cfg)
-  checkpoints.check_source_configs(model, restore_checkpoint_cfg)
+  digests = {} if verify_matching_vocabs_fn is None else data.vocabulary_digests(model)
+  checkpoints.check_model(model, digests, restore_checkpoint_cfg)
   examples = InferenceData(dataset_cfg, model.FEATURE_CONVERTER_CLS, shard_id, num_shards)
   batch_size, spec = dataset_cfg.batch_size, examples.element_spec()
   shapes = {name: (batch_size, *x.shape) for name, x in spec.items()}
@@ -131,12 +130,6 @@ def infer(
   with explain_out_of_memory(INFERENCE[-1:]):
     state = initializer.from_checkpoint([restore_checkpoint_cfg], init_rng=init_rng)
     jax.block_until_ready(state)
-  if state is None:
-    raise ValueError(
-      f"there is no checkpoint to infer with in {restore_checkpoint_cfg.path} "
-      f"(mode = {restore_checkpoint_cfg.mode!r}): set CHECKPOINT_PATH (RestoreCheckpointConfig.path) "
-      "to a checkpoint_STEP folder, or mode = 'latest' and the folder that contains it"
-    )
   if shard_id == 0:
     summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
     info_file = os.path.join(output_dir, "model-info.txt")
@@ -165,7 +158,7 @@ def infer(
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
     # T5X's checkpoints have no manifest.
-    "the checkpoint's content": (checkpoints.fingerprint(paths[0]) or paths[0]) if paths else None,
+    "the checkpoint's content": checkpoints.fingerprint(paths[0]) or paths[0],
     "the data": describe_tasks(dataset_cfg),
     "the model": _model_settings(model),
   }

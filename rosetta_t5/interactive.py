@@ -154,16 +154,9 @@ class InteractiveModel:
     if self.restore_cfg is None:
       latest = checkpoints.RestoreCheckpointConfig(self.output_dir, mode="latest")
       return initializer.from_checkpoint_or_scratch([latest], init_rng=init_rng)
-    checkpoints.check_vocabularies(data.vocabulary_digests(self.model), self.restore_cfg)
-    checkpoints.check_source_configs(self.model, self.restore_cfg)
-    state = initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
-    if state is None:
-      raise ValueError(
-        f"There is no checkpoint in {self.restore_cfg.path} (restore_mode = "
-        f"{self.restore_cfg.mode!r}): set checkpoint_path to a checkpoint, or leave it empty to "
-        "start from scratch"
-      )
-    return state
+    checkpoints.find_checkpoints([self.restore_cfg])
+    checkpoints.check_model(self.model, data.vocabulary_digests(self.model), self.restore_cfg)
+    return initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
 
   @property
   def train_state(self) -> Any:

@@ -186,7 +186,9 @@ def train(
   origin = _find_origin(earlier_facts, first_step, relative_steps)
   total_steps = origin["relative_to"] + relative_steps if relative_steps else total_steps
   if manager is not None:
-    base = checkpoints.find_base_checkpoint(checkpoint_cfg, earlier_facts, restore_path)
+    # A finetuning run keeps the checkpoint with which it began, also after a restart.
+    given = checkpoint_cfg.restore and checkpoint_cfg.restore.paths()
+    base = (earlier_facts.get(checkpoints.STARTED_FROM) or manager.restored_from) if given else None
     manager.begin_run({**seeds, **model_facts, **origin, checkpoints.STARTED_FROM: base})
 
   # Trainer. It owns the state from here on: each step donates the state before it.
@@ -206,7 +208,7 @@ def train(
     trainer.train_state.params,
     feed.element_spec,
     steps,
-    checkpoints.restored_checkpoint(restore_path, first_step),
+    manager.restored_from if manager is not None else None,
     describe_examples(total_steps - first_step),
     computation,
     _header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
@@ -294,13 +296,13 @@ def _check_model(
   restore_path: str | None,
 ) -> dict[str, Any]:
   """Checks that task, model and checkpoint fit together; returns the run facts about the model."""
-  checkpoints.check_source_configs(model, restore_cfg)
-  facts = checkpoints.source_fact(restore_path)
-  if verify is None:
-    return facts
-  verify(train_cfg, model)
-  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
-  return facts | {checkpoints.VOCABULARIES: data.vocabulary_digests(model)}
+  digests = data.vocabulary_digests(model) if verify is not None else {}
+  checkpoints.check_model(model, digests, restore_cfg)
+  if verify is not None:
+    verify(train_cfg, model)
+  source = checkpoints.read_source_config(restore_path) if restore_path else {}
+  facts = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
+  return {name: fact for name, fact in facts.items() if fact}
 
 
 def _find_origin(

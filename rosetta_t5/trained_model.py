@@ -166,6 +166,6 @@ def open_checkpoint(
   """
   model, partitioner = recipe["model"], recipe["partitioner"]
   lengths = recipe["task_feature_lengths"]
-  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_cfg)
+  checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
   state, axes = checkpoints.restore_for_inference(model, restore_cfg, partitioner, lengths)
   return OpenedModel(model, partitioner, state, axes, lengths)

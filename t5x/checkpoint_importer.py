@@ -27,7 +27,7 @@ from rosetta_t5.checkpoints.formats.mesh_tf import (
   shared_embeddings,
   t5_importer,
 )
-from rosetta_t5.checkpoints.mismatch import find_mismatches, mismatch_error
+from rosetta_t5.checkpoints.restore import find_mismatches, mismatch_error
 from t5x.checkpoints import LazyAwaitableArray
 
 

@@ -20,12 +20,12 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
-from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step
+from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step, read_arrays
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
 from rosetta_t5.checkpoints.model_dir import populate_metrics_for_steps
-from rosetta_t5.checkpoints.restore import RestoreTransformation, read_arrays
+from rosetta_t5.checkpoints.restore import RestoreTransformation
 from rosetta_t5.checkpoints.saved_items import (
   DATASET_PREFIX,
   DatasetArgs,

@@ -125,13 +125,13 @@ def test_out_of_memory_error_of_evaluation_suggests_what_to_change(model_dir, tm
 @pytest.mark.parametrize(
   ("path", "mode", "text"),
   [
-    ("", "all", "there is no checkpoint to evaluate in .*set CHECKPOINT_PATH"),
+    ("", "all", "there is no checkpoint to restore in .*CHECKPOINT_PATH"),
     (
       "checkpoint_5",
       "specific",
-      r"checkpoint_5 is not a checkpoint: there is no such file or folder. Set CHECKPOINT_PATH \(",
+      r"checkpoint_5 \(mode = 'specific'\): there is no such file or folder\. Set .*CHECKPOINT_PATH",
     ),
-    ("", "specific", "/empty is not a checkpoint: the folder is empty. Set CHECKPOINT_PATH"),
+    ("", "specific", r"/empty \(mode = 'specific'\): the folder is empty\. Set .*CHECKPOINT_PATH"),
   ],
 )
 def test_missing_checkpoints_are_reported_before_anything_is_written(
@@ -145,7 +145,9 @@ def test_missing_checkpoints_are_reported_before_anything_is_written(
 
 def test_one_missing_checkpoint_is_reported_before_the_others_are_evaluated(model_dir, tmp_path):
   paths = [str(model_dir / f"checkpoint_{step}") for step in (3, 5)]
-  with pytest.raises(ValueError, match=r"checkpoint_5 is not a checkpoint: .*Set CHECKPOINT_PATH"):
+  with pytest.raises(
+    ValueError, match=r"no checkpoint to restore in \S+/checkpoint_5 .*CHECKPOINT_PATH"
+  ):
     run(paths, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 

@@ -193,8 +193,8 @@ def test_predictions_with_aux_contain_text_tokens_and_scores(run, tmp_path):
     ({"shard_id": 2, "num_shards": 2}, r"infer\.shard_id must be between 0 and 1 .*, got 2"),
     ({"dataset": {"split": "tests"}}, f"The task '{TASK}' has no split 'tests'"),
     ({"dataset": {"task_feature_lengths": {"inputs": 9}}}, "must have the features"),
-    ({"restore": {"path": "nowhere"}}, "nowhere is not a checkpoint"),
-    ({"restore": {"path": "nowhere", "mode": "latest"}}, "no checkpoint to infer with in nowhere"),
+    ({"restore": {"path": "nowhere"}}, "no checkpoint to restore in nowhere"),
+    ({"restore": {"path": "nowhere", "mode": "latest"}}, "no checkpoint to restore in nowhere"),
   ],
 )
 def test_invalid_arguments_are_rejected_before_anything_is_written(run, tmp_path, arguments, text):

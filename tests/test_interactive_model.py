@@ -150,7 +150,9 @@ def test_training_on_examples_raises_their_scores_and_is_saved_and_restored(tmp_
 def test_too_few_examples_and_a_missing_checkpoint_are_refused(model, tmp_path):
   with pytest.raises(ValueError, match="a batch of 8 examples, got 3: give more, or"):
     model.train_step(EXAMPLES[:3])
-  with pytest.raises(ValueError, match=r"no checkpoint in .*nowhere \(restore_mode = 'latest'\)"):
+  with pytest.raises(
+    ValueError, match=r"no checkpoint to restore in .*nowhere \(mode = 'latest'\)"
+  ):
     build(tmp_path, checkpoint_path=str(tmp_path / "nowhere"))
 
 

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing import event_file_loader
 from tensorboard.util import tensor_util
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.run_report.contents import COLUMNS, choose_panels, missing_titles, summary_row
 from rosetta_t5.run_report.run_folder import read_runs
@@ -161,7 +161,8 @@ def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):
 
 
 def files(folder):
-  return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+  files = (path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock")
+  return {path: path.stat().st_mtime_ns for path in files}
 
 
 def test_finished_run_does_not_train(finished, monkeypatch):
@@ -224,7 +225,7 @@ BAD_INPUT = {
   ),
   "checkpoint to start from that is not there": (
     "utils.RestoreCheckpointConfig.path='no/such/folder'",
-    r"no checkpoint to restore in .*no/such/folder .*set RestoreCheckpointConfig.path",
+    r"no checkpoint to restore in .*no/such/folder .*Set RestoreCheckpointConfig.path",
   ),
 }
 
@@ -262,9 +263,7 @@ def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
 def test_error_of_another_architecture_names_the_parameters(continued):
   status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_activations=('relu',)")
   assert status == 1
-  assert re.search(
-    r"missing +target/decoder/layers_0/mlp/wi/kernel .*similar: .*/mlp/wi_[01]/kernel", err
-  )
+  assert re.search(r"missing +target/decoder/layers_0/mlp/wi/kernel ", err)
 
 
 def damage(checkpoint):

@@ -1,9 +1,10 @@
 """Checkpoints: written in T5X's Orbax layout in the background, and read from any layout."""
 
 from rosetta_t5.checkpoints.checkpoint_folders import (
+  UnreadableCheckpointError,
   all_steps,
-  check_checkpoints_exist,
   checkpoint_path,
+  fingerprint,
   latest_step,
   read_run_facts,
   resolve_checkpoint,
@@ -13,27 +14,22 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
   create_orbax_checkpoint_manager,
+  find_checkpoints,
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.mismatch import CheckpointMismatchError
 from rosetta_t5.checkpoints.model_dir import exclusive_model_dir
-from rosetta_t5.checkpoints.restore import UnreadableCheckpointError, fingerprint
+from rosetta_t5.checkpoints.restore import CheckpointMismatchError, find_matching_arrays
 from rosetta_t5.checkpoints.run_start import (
+  SOURCE_CONFIG,
   VOCABULARIES,
-  check_vocabularies,
+  check_model,
   create_checkpoint_manager_and_restore,
-  find_base_checkpoint,
   find_start_checkpoint,
+  read_source_config,
   read_start_facts,
   restore_for_inference,
-  restored_checkpoint,
 )
 from rosetta_t5.checkpoints.saved_items import CheckpointSaveError, finish_saves_on_error
-from rosetta_t5.checkpoints.source_config import check_source_configs, source_fact
-from rosetta_t5.checkpoints.train_state_initializer import (
-  TrainStateInitializer,
-  check_compatibility,
-  get_fallback_state,
-)
+from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer, get_fallback_state

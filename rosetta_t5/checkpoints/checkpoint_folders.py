@@ -1,27 +1,30 @@
-"""Checkpoint folders: their names `checkpoint_STEP`, their layouts, and the run facts in them."""
+"""Checkpoints on disk: their names `checkpoint_STEP`, their layouts, arrays and run facts, and damage to them."""
 
 from __future__ import annotations
 
 import enum
+import errno
 import fnmatch
 import logging
 import os
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from etils import epath
 
 from rosetta_t5 import manifest
-from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
+from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.t5x_layouts import STATE_ITEM, state_path
 from rosetta_t5.files import read_json_object
 from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
-STATE_ITEM = "state"
 DATASET_ITEM = "dataset"
-
-# The file of the run facts. Earlier versions stored them in the metadata of the step.
 RUN_FACTS = "run_facts.json"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _ARRAY_METADATA = "_METADATA"
@@ -30,6 +33,16 @@ _LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
 # The possible first bytes of a msgpack map. TensorFlow's file of the same name is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
+# What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
+# runs out of memory is not damage.
+DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
+# TensorStore states the operating system's error in its messages.
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+# These mean that a file of the checkpoint is missing. Others are about the machine.
+_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+# The name under which every layout with a train state has the step.
+_STEP = "state/step"
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +54,26 @@ class CheckpointTypes(enum.Enum):
   T5X = "T5X"
   T5X_TF = "T5X_TF"
   HUGGING_FACE = "HUGGING_FACE"
+
+
+_READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
+  CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
+  CheckpointTypes.T5X: t5x_layouts.read_older,
+  CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
+  CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
+}
+
+
+class UnreadableCheckpointError(ValueError):
+  """A checkpoint exists but cannot be read.
+
+  Attributes:
+    damage: what is wrong, without the advice that the message ends with.
+  """
+
+  def __init__(self, damage: str, advice: str = ""):
+    super().__init__(damage + advice)
+    self.damage = damage
 
 
 def checkpoint_path(directory: epath.PathLike, step: int) -> epath.Path:
@@ -77,12 +110,6 @@ def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
   return sorted(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
 
 
-def disk_bytes(path: epath.PathLike) -> int:
-  """Returns the size of a file, or of all files in a folder."""
-  path = epath.Path(path)
-  return sum(map(disk_bytes, path.iterdir())) if path.is_dir() else path.stat().length
-
-
 def latest_step(directory: epath.PathLike) -> int | None:
   """Returns the last complete step under `directory`, or None."""
   return max(all_steps(directory), default=None)
@@ -105,10 +132,8 @@ def select_checkpoint(
     path: a checkpoint, instead of a step.
 
   Raises:
-    ValueError: the checkpoint of `step` does not exist, or both are given.
+    ValueError: the checkpoint of `step` does not exist.
   """
-  if step is not None and path is not None:
-    raise ValueError(f"restore takes a step or a path, not both; got {step = } and {path = !s}")
   if path is not None:
     return epath.Path(path)
   steps = all_steps(directory)
@@ -130,18 +155,9 @@ def resolve_checkpoint(path: epath.PathLike, step: int | None = None) -> epath.P
   Raises:
     ValueError: the folder has no checkpoint of `step`, or the model cannot be downloaded.
   """
-  path = local_folder(path)
+  path = hugging_face_folder.local_folder(path)
   is_checkpoint = step is None and not all_steps(path)
   return epath.Path(path) if is_checkpoint else select_checkpoint(path, step)
-
-
-def state_path(path: epath.PathLike) -> epath.Path:
-  """Returns the folder that contains the arrays of the Orbax checkpoint at `path`.
-
-  `path` may be the checkpoint's folder or, as in T5X's tools, the folder of its item `state`.
-  """
-  folder = epath.Path(path).absolute()  # Orbax requires absolute paths; MODEL_DIR may be relative
-  return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
 
 
 def detect_checkpoint_type(
@@ -156,13 +172,12 @@ def detect_checkpoint_type(
   Raises:
     ValueError: there is no checkpoint of a known layout, or remote storage cannot be read.
   """
-  found = find_checkpoint_type(checkpoint_path)
+  path = epath.Path(checkpoint_path)
+  found = find_checkpoint_type(path)
   if found is None:
-    raise ValueError(_not_a_checkpoint_text(epath.Path(checkpoint_path)))
+    raise ValueError(f"{path} is not a checkpoint: {describe(path)}")
   if expected not in (None, found):
-    _log.warning(
-      "%s was expected to have the layout %s, but has %s", checkpoint_path, expected, found
-    )
+    _log.warning("%s was expected to have the layout %s, but has %s", path, expected, found)
   return found
 
 
@@ -183,17 +198,6 @@ def find_checkpoint_type(path: epath.PathLike) -> CheckpointTypes | None:
     ) from error
 
 
-def check_checkpoints_exist(paths: Sequence[str]) -> None:
-  """Raises ValueError unless all paths are checkpoints. Runs call it before they write anything."""
-  for path in paths:
-    if find_checkpoint_type(path) is None:
-      raise ValueError(
-        f"{_not_a_checkpoint_text(epath.Path(path))}. Set CHECKPOINT_PATH "
-        "(RestoreCheckpointConfig.path) to a checkpoint_STEP folder, or set mode = 'latest' and the "
-        "path to its parent folder"
-      )
-
-
 def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   """Returns the facts a run stored with a checkpoint (see OrbaxCheckpointManagerInterface).
 
@@ -210,23 +214,14 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
   manifest.verify(folder, {RUN_FACTS}.__contains__)
-  if (folder / RUN_FACTS).exists():
-    return read_json_object(folder / RUN_FACTS)
-  if not (metadata := folder / _STEP_METADATA).exists():
-    return {}
-  try:
-    facts = dict(read_json_object(metadata).get("custom_metadata") or {})
-  except (TypeError, ValueError) as error:
-    raise manifest.DamagedFileError(f"{metadata} is damaged: {error}") from error
-  facts.pop("checksum", None)  # of earlier versions
-  return facts
+  return read_json_object(folder / RUN_FACTS) if (folder / RUN_FACTS).exists() else {}
 
 
 def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   folder = state_path(path) if path.is_dir() else path.parent
   if (folder / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
     return CheckpointTypes.ORBAX
-  if is_hugging_face(path):
+  if hugging_face_folder.is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.is_file() and (found := _detect_by_index(index)):
@@ -248,18 +243,125 @@ def _detect_by_index(index: epath.Path) -> CheckpointTypes | None:
   return CheckpointTypes.ORBAX if b"PLACEHOLDER://" in start else CheckpointTypes.T5X
 
 
-def _not_a_checkpoint_text(path: epath.Path) -> str:
-  """Describes what is at `path` instead of a checkpoint, and which path to give."""
+def describe(path: epath.Path) -> str:
+  """Describes what is at `path`, where a checkpoint is expected, and which path to give."""
   if not path.exists():
-    found = "there is no such file or folder"
-  elif not path.is_dir():
-    found = "it is a file of another kind"
-  elif steps := all_steps(path):
-    found = (
+    return "there is no such file or folder"
+  if not path.is_dir():
+    return "it is a file of another kind"
+  if steps := all_steps(path):
+    return (
       f"it is a folder of checkpoints (steps {', '.join(map(str, steps))}): give one of them, such "
       f"as {checkpoint_path(path, steps[-1])}, or set RestoreCheckpointConfig.mode = 'latest'"
     )
-  else:
-    names = sorted(entry.name for entry in path.iterdir())
-    found = f"the folder contains {', '.join(names[:8])}" if names else "the folder is empty"
-  return f"{path} is not a checkpoint: {found}"
+  names = sorted(entry.name for entry in path.iterdir())
+  return f"the folder contains {', '.join(names[:8])}" if names else "the folder is empty"
+
+
+def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
+  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names.
+
+  No value is read yet, except the step of a `checkpoint_STEP` folder. Files are not verified.
+
+  Args:
+    path: a checkpoint of any layout: Orbax, T5X's older one, Mesh TensorFlow (folder or prefix), or a
+      Hugging Face folder. The layout is detected from the files.
+
+  Raises:
+    UnreadableCheckpointError: files are missing or damaged.
+    ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
+      the files.
+  """
+  is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
+  try:
+    layout = detect_checkpoint_type(path)
+  except ValueError as error:
+    raise (unreadable_error(path, error) if is_step_folder else error) from None
+  try:
+    arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    step = stored_step(arrays) if is_step_folder else None
+  except DAMAGE_ERRORS as error:
+    raise unreadable_error(path, error) from error
+  if step not in (None, step_of(path)):
+    raise ValueError(
+      f"{path} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
+      f"another. Rename it to {checkpoint_path('', step).name}, or, to restore a copy under another name, to "
+      "one that does not begin with checkpoint_"
+    )
+  return arrays
+
+
+def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
+  """Returns the step that a checkpoint contains, or None."""
+  return int(arrays[_STEP].get()) if _STEP in arrays else None
+
+
+def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
+  """Compares the files of a checkpoint with its manifest. The processes of a run share the work.
+
+  Args:
+    path: a checkpoint of any layout.
+    with_dataset: whether the position in the training data is verified too.
+
+  Returns:
+    Whether it has a manifest; the checkpoints of other programs have none.
+
+  Raises:
+    UnreadableCheckpointError: a file in this process's share is missing or damaged.
+  """
+  folder = manifest_folder(path)
+
+  def select(name: str) -> bool:
+    # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
+    is_position = name.startswith(f"{DATASET_ITEM}/")
+    return not is_position or (with_dataset and (folder / name).exists())
+
+  try:
+    return manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
+  except (OSError, manifest.DamagedFileError) as error:
+    raise unreadable_error(path, error) from error
+
+
+def manifest_folder(path: epath.PathLike) -> epath.Path:
+  """Returns the folder that has the manifest of the checkpoint at `path`, if it has one."""
+  given = epath.Path(path)
+  return given if given.is_dir() and given.name != STATE_ITEM else given.parent
+
+
+def fingerprint(path: epath.PathLike) -> str | None:
+  """Returns a hash of the content of the checkpoint at `path`; None if it has no manifest."""
+  file = manifest_folder(path) / manifest.NAME
+  return manifest.hash_file(file) if file.exists() else None
+
+
+def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
+  """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
+
+  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit on open
+  files, or a failing disk or network is not damage.
+  """
+  folder = epath.Path(path)
+  reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
+  if _is_machine_error(error):
+    return ValueError(
+      f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
+      "damaged, and nothing has been changed. Start again once the machine can read it"
+    )
+  text = f"checkpoint {folder} cannot be read: {reason}"
+  older = older_steps(folder)
+  if not older:
+    return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
+  path = checkpoint_path(folder.parent, older[-1])
+  return UnreadableCheckpointError(
+    f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
+    f" To use step {older[-1]}, give the path {path}, or move {folder.name} out of {folder.parent}.",
+  )
+
+
+def _is_machine_error(error: Exception) -> bool:
+  """Returns whether an error is about the machine's resources or permissions, not about the files."""
+  found = _OS_ERROR.search(str(error))
+  number = int(found[1]) if found else getattr(error, "errno", None)
+  if number is None:
+    return str(error).startswith(_REMOTE_ERRORS)
+  return number not in _MISSING_FILE_ERRNOS

@@ -137,6 +137,28 @@ def get_first_valid_restore_config_and_paths(
   return None, ()
 
 
+def find_checkpoints(
+  restore_cfgs: Sequence[RestoreCheckpointConfig],
+) -> tuple[RestoreCheckpointConfig, tuple[str, ...]]:
+  """Returns the first config that names a checkpoint, and the checkpoints' paths.
+
+  Raises:
+    ValueError: no config names a checkpoint, or something else is at a path.
+  """
+  cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
+  wrong = [path for path in paths if not checkpoint_folders.find_checkpoint_type(path)]
+  if cfg is None:
+    wrong = [path for each in restore_cfgs for path in each.paths()]
+  if cfg is None or wrong:
+    found = checkpoint_folders.describe(epath.Path(wrong[0])) if wrong else "the path is empty"
+    raise ValueError(
+      f"there is no checkpoint to restore in {', '.join(wrong)} (mode = {restore_cfgs[0].mode!r}): {found}. "
+      "Set RestoreCheckpointConfig.path (CHECKPOINT_PATH, INITIAL_CHECKPOINT_PATH) to a folder that "
+      "contains checkpoint_STEP folders, or mode = 'specific' and the path of one checkpoint"
+    )
+  return cfg, paths
+
+
 def _checkpoints_at(path: str, mode: str) -> list[str]:
   """Returns the checkpoints that a path names in a mode."""
   if mode == "specific":

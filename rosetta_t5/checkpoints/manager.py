@@ -18,16 +18,16 @@ from etils import epath
 from rosetta_t5 import manifest
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import checkpoint_folders, saved_items
-from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, STATE_ITEM
-from rosetta_t5.checkpoints.formats import mesh_tf
-from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
-from rosetta_t5.checkpoints.model_dir import Retention, remove_dataset_checkpoint
-from rosetta_t5.checkpoints.restore import (
-  RestoreTransformation,
-  restore_train_state,
+from rosetta_t5.checkpoints.checkpoint_folders import (
+  DATASET_ITEM,
+  STATE_ITEM,
   unreadable_error,
   verify_files,
 )
+from rosetta_t5.checkpoints.formats import mesh_tf
+from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
+from rosetta_t5.checkpoints.model_dir import Retention, remove_dataset_checkpoint
+from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 from rosetta_t5.user_errors import reason_of
@@ -58,6 +58,7 @@ class OrbaxCheckpointManagerInterface:
     state_transformation_fns: applied to the saved state if `save` gets none.
     strict: whether names in a checkpoint that the train state does not have are an error.
     restores_dataset: whether `restore` also moves the dataset iterator to its stored position.
+    restored_from: the checkpoint that `restore` read last.
   """
 
   user_save: Callable[..., Any] | None = None
@@ -65,6 +66,7 @@ class OrbaxCheckpointManagerInterface:
   state_transformation_fns: Sequence[saved_items.SaveTransformation] = ()
   strict: bool = True
   restores_dataset: bool = True
+  restored_from: str | None = None
 
   def __init__(
     self,
@@ -236,7 +238,7 @@ class OrbaxCheckpointManagerInterface:
       writer, self._writer = self._writer, None
       if writer is not None:
         writer.close()
-        self._deleter.shutdown()
+        self._deleter.submit(self._delete_removed).result()
 
   def restore(
     self,
@@ -267,9 +269,10 @@ class OrbaxCheckpointManagerInterface:
     """
     del lazy_parameters
     folder = checkpoint_folders.select_checkpoint(self.directory, step, path)
+    self.restored_from = os.fspath(folder)
     if self.user_restore is not None:
       return self.user_restore(
-        path=os.fspath(folder),
+        path=self.restored_from,
         fallback_state=fallback_state,
         state_transformation_fns=state_transformation_fns,
       )

@@ -1,14 +1,11 @@
-"""Restores a checkpoint of any layout: opens it, renames and compares its arrays, and puts them on the devices."""
+"""Restores a checkpoint of any layout: renames its arrays, compares them with a train state's, and puts them on the devices."""
 
 from __future__ import annotations
 
 import collections
-import errno
 import logging
-import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,61 +13,52 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from rosetta_t5 import manifest, terminal
-from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   StoredArray,
   as_stored_array,
   start_device_transfer,
 )
-from rosetta_t5.checkpoints.arrays.parameter_trees import TreeError, convert_tree
-from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
-from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.mismatch import (
-  CheckpointMismatchError,
-  find_restorable,
-  is_optimizer_state,
+from rosetta_t5.checkpoints.arrays.parameter_trees import (
+  OPTIMIZER_STATE,
+  TreeError,
+  convert_tree,
 )
+from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 
 RestoreTransformation = Callable[..., Any]
 
-# What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
-# runs out of memory is not damage.
-_DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
-# TensorStore states the operating system's error in its messages.
-_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
-_REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-# These mean that a file of the checkpoint is missing. Others are about the machine.
-_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# The name under which every layout with a train state has the step.
-_STEP = "state/step"
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
 _MAX_BYTES = 2 << 30
+# The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
+_FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
+_MAX_ROWS = 20
 
 _log = logging.getLogger(__name__)
 
-_READERS: dict[checkpoint_folders.CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
-  checkpoint_folders.CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
-  checkpoint_folders.CheckpointTypes.T5X: t5x_layouts.read_older,
-  checkpoint_folders.CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
-  checkpoint_folders.CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
-}
+
+class CheckpointMismatchError(ValueError):
+  """A checkpoint belongs to a different model or optimizer."""
 
 
-class UnreadableCheckpointError(ValueError):
-  """A checkpoint exists but cannot be read.
+class Mismatch(NamedTuple):
+  """One difference between a checkpoint and a train state.
 
   Attributes:
-    damage: what is wrong, without the advice that the message ends with.
+    problem: "missing", "unexpected", "wrong shape" or "wrong dtype".
+    name: the array's name.
+    stored: its shape and dtype in the checkpoint.
+    expected: its shape and dtype in the train state.
   """
 
-  def __init__(self, damage: str, advice: str = ""):
-    super().__init__(damage + advice)
-    self.damage = damage
+  problem: str
+  name: str
+  stored: str = "-"
+  expected: str = "-"
 
 
 def restore_train_state(
@@ -122,12 +110,12 @@ def restore_train_state(
   restored = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
   try:
     restored |= _transfer_to_devices(converted, shardings)
-  except _DAMAGE_ERRORS as error:
+  except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
   for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
-  restored |= _initialize_missing(restored, train_state, shardings, path)
+  restored |= _initialize_missing(restored, train_state, shardings)
   return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
 
 
@@ -160,7 +148,7 @@ def find_matching_arrays(
   """
   wanted = state_dicts.flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
-  if not any(map(is_optimizer_state, wanted)):
+  if not any(map(_is_optimizer_state, wanted)):
     found = state_dicts.with_averages(found)
   if transformations:
     state: Any = state_dicts.unflatten_state_dict(found)
@@ -175,117 +163,132 @@ def find_matching_arrays(
   allow_unexpected = allow_unexpected or any(
     fn is not state_dicts.resize_vocabulary for fn in transformations
   )
-  restorable = find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
+  restorable = _find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
   return {name: converted[name] for name in wanted if name in restorable}
 
 
-def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
-  """Returns {flat name: array} of the checkpoint at `path`, under T5X's names.
-
-  No value is read yet, except the step of a `checkpoint_STEP` folder. Files are not verified.
-
-  Args:
-    path: a checkpoint of any layout: Orbax, T5X's older one, Mesh TensorFlow (folder or prefix), or a
-      Hugging Face folder. The layout is detected from the files.
-
-  Raises:
-    UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
-      the files.
-  """
-  is_step_folder = checkpoint_folders.step_of(path) is not None and epath.Path(path).is_dir()
-  try:
-    layout = checkpoint_folders.detect_checkpoint_type(path)
-  except ValueError as error:
-    raise (unreadable_error(path, error) if is_step_folder else error) from None
-  try:
-    arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
-    step = stored_step(arrays) if is_step_folder else None
-  except _DAMAGE_ERRORS as error:
-    raise unreadable_error(path, error) from error
-  if step not in (None, checkpoint_folders.step_of(path)):
-    raise ValueError(
-      f"{path} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
-      f"another. Rename it to {checkpoint_folders.checkpoint_path('', step).name}, or, to restore a copy under another name, to "
-      "one that does not begin with checkpoint_"
-    )
-  return arrays
+def _is_optimizer_state(name: str) -> bool:
+  """Returns whether an array of a train state belongs to the optimizer."""
+  return name.startswith(OPTIMIZER_STATE)
 
 
-def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
-  """Returns the step that a checkpoint contains, or None."""
-  return int(arrays[_STEP].get()) if _STEP in arrays else None
-
-
-def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
-  """Compares the files of a checkpoint with its manifest. The processes of a run share the work.
+def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
+  """Returns all differences between two flat dicts of leaves with `shape` and `dtype`.
 
   Args:
-    path: a checkpoint of any layout.
-    with_dataset: whether the position in the training data is verified too.
+    stored: the checkpoint's arrays, by name.
+    expected: the train state's, by name. If it has no optimizer state at all, as in inference, the
+      checkpoint's optimizer state is ignored.
+  """
+  missing = sorted(set(expected) - set(stored))
+  unexpected = sorted(set(stored) - set(expected))
+  if not any(map(_is_optimizer_state, expected)):
+    unexpected = [name for name in unexpected if not _is_optimizer_state(name)]
+  mismatches = [Mismatch("missing", name, expected=_describe(expected[name])) for name in missing]
+  mismatches += [Mismatch("unexpected", n, stored=_describe(stored[n])) for n in unexpected]
+  for name in sorted(set(stored) & set(expected)):
+    found, wanted = stored[name], expected[name]
+    if tuple(found.shape) != tuple(wanted.shape):
+      mismatches.append(Mismatch("wrong shape", name, _describe(found), _describe(wanted)))
+    elif _dtype_kind(found.dtype) != _dtype_kind(wanted.dtype):
+      mismatches.append(Mismatch("wrong dtype", name, _describe(found), _describe(wanted)))
+  return mismatches
 
-  Returns:
-    Whether it has a manifest; the checkpoints of other programs have none.
+
+def _find_restorable(
+  path: Any,
+  stored: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  allow_missing: bool,
+  allow_unexpected: bool,
+) -> set[str]:
+  """Returns the names of `expected` that can be restored from `stored`.
+
+  With `allow_missing`, optimizer state that does not match is left out. Otherwise, if nothing but
+  optimizer state differs, all of it is left out.
 
   Raises:
-    UnreadableCheckpointError: a file in this process's share is missing or damaged.
+    CheckpointMismatchError: there is another difference.
   """
-  folder = manifest_folder(path)
-
-  def select(name: str) -> bool:
-    # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
-    is_position = name.startswith(f"{checkpoint_folders.DATASET_ITEM}/")
-    return not is_position or (with_dataset and (folder / name).exists())
-
-  try:
-    return manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
-  except (OSError, manifest.DamagedFileError) as error:
-    raise unreadable_error(path, error) from error
-
-
-def manifest_folder(path: epath.PathLike) -> epath.Path:
-  """Returns the folder that has the manifest of the checkpoint at `path`, if it has one."""
-  given = epath.Path(path)
-  return given if given.is_dir() and given.name != checkpoint_folders.STATE_ITEM else given.parent
-
-
-def fingerprint(path: epath.PathLike) -> str | None:
-  """Returns a hash of the content of the checkpoint at `path`; None if it has no manifest."""
-  file = manifest_folder(path) / manifest.NAME
-  return manifest.hash_file(file) if file.exists() else None
-
-
-def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
-  """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
-
-  The error names the reason and, for damage, the older checkpoints. Missing permission, a limit on open
-  files, or a failing disk or network is not damage.
-  """
-  folder = epath.Path(path)
-  reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
-  if _is_machine_error(error):
-    return ValueError(
-      f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
-      "damaged, and nothing has been changed. Start again once the machine can read it"
+  has_state = any(map(_is_optimizer_state, stored))
+  mismatches = find_mismatches(stored, expected)
+  only_state_differs = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
+  if has_state and only_state_differs and not allow_missing:
+    _log.warning(
+      f"checkpoint {path} was written with a different OPTIMIZER: its optimizer state is not used, and "
+      f"this run's optimizer state is initialized\n{_table(mismatches)}"
     )
-  text = f"checkpoint {folder} cannot be read: {reason}"
-  older = checkpoint_folders.older_steps(folder)
-  if not older:
-    return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
-  path = checkpoint_folders.checkpoint_path(folder.parent, older[-1])
-  return UnreadableCheckpointError(
-    f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
-    f" To use step {older[-1]}, give the path {path}, or move {folder.name} out of {folder.parent}.",
+    return {name for name in expected if not _is_optimizer_state(name)}
+  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
+  # What is initialized wherever the checkpoint differs.
+  initialized = (*_FP8_COLLECTIONS, *((OPTIMIZER_STATE,) if allow_missing or not has_state else ()))
+  initialized += () if has_state else ("state/step",)
+  refused = [
+    m for m in mismatches if not (m.name.startswith(initialized) or allowed.get(m.problem))
+  ]
+  if refused:
+    raise mismatch_error(path, refused)
+  omitted = {mismatch.name for mismatch in mismatches}
+  if omitted - {"state/step"}:  # A folder of Hugging Face has no step, and inference needs none.
+    _log.warning(
+      f"checkpoint {path} does not match: what it lacks is initialized, and what only it has is not used "
+      f"({_summary(mismatches)}, such as {mismatches[0].name})"
+    )
+  # A parameter's optimizer state is restored as a whole or not at all.
+  incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
+  return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
+
+
+def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMismatchError:
+  """Returns the error that shows the mismatches of the checkpoint at `path` in one table."""
+  problems = {mismatch.problem for mismatch in mismatches}
+  advice = {
+    f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). To "
+    "train from scratch instead, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
+    "INITIAL_CHECKPOINT_PATH.": True,
+    "RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.": (
+      "missing" in problems
+    ),
+    "RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.": (
+      "unexpected" in problems
+    ),
+    "RestoreCheckpointConfig.resize_vocabulary = True adds rows for tokens (the mean of the others), or "
+    "leaves out the last ones.": any(
+      m.problem == "wrong shape" and state_dicts.token_axis(m.name) is not None for m in mismatches
+    ),
+  }
+  return CheckpointMismatchError(
+    f"checkpoint {path} does not match this run's model: {_summary(mismatches)}\n{_table(mismatches)}\n"
+    f"{' '.join(text for text, applies in advice.items() if applies)}"
   )
 
 
-def _is_machine_error(error: Exception) -> bool:
-  """Returns whether an error is about the machine's resources or permissions, not about the files."""
-  found = _OS_ERROR.search(str(error))
-  number = int(found[1]) if found else getattr(error, "errno", None)
-  if number is None:
-    return str(error).startswith(_REMOTE_ERRORS)
-  return number not in _MISSING_FILE_ERRNOS
+def _summary(mismatches: Sequence[Mismatch]) -> str:
+  counts = collections.Counter(mismatch.problem for mismatch in mismatches)
+  return ", ".join(f"{count} {problem}" for problem, count in counts.items())
+
+
+def _table(mismatches: Sequence[Mismatch]) -> str:
+  # Parameters come first: they identify the model better than the optimizer's state does.
+  ordered = sorted(mismatches, key=lambda mismatch: _is_optimizer_state(mismatch.name))
+  rows = [Mismatch("problem", "name", "checkpoint", "model"), *ordered[:_MAX_ROWS]]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  template = "".join(f"  {{:<{width}}}" for width in widths)
+  lines = [template.format(*row).rstrip() for row in rows]
+  if len(mismatches) > _MAX_ROWS:
+    lines.append(f"  ... and {len(mismatches) - _MAX_ROWS} more")
+  return "\n".join(lines)
+
+
+def _describe(leaf: Any) -> str:
+  return f"{tuple(leaf.shape)} {np.dtype(leaf.dtype).name}"
+
+
+def _dtype_kind(dtype: Any) -> str:
+  """Returns the kind of a dtype: floats of any width convert into each other, as do integers."""
+  if jnp.issubdtype(dtype, jnp.floating):
+    return "float"
+  return "int" if jnp.issubdtype(dtype, jnp.integer) else np.dtype(dtype).name
 
 
 def _transfer_to_devices(
@@ -312,7 +315,7 @@ def _transfer_to_devices(
 
 
 def _initialize_missing(
-  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any], path: epath.PathLike
+  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns initial optimizer state, step and fp8 state, by flat name, where a checkpoint has none.
 
@@ -321,14 +324,14 @@ def _initialize_missing(
     shardings: flat dict of the sharding of each leaf.
   """
   leaves = state_dicts.flatten_arrays(train_state.state_dict())
-  missing = {name: leaf for name, leaf in leaves.items() if name not in restored}
-  if not missing:
-    return {}
-  initial, states = {}, list(filter(is_optimizer_state, missing))
-  for name in missing.keys() - states:
+  initial, states = {}, []
+  for name in (name for name in leaves if name not in restored):
+    if _is_optimizer_state(name):
+      states.append(name)
+      continue
     # A scale of fp8 begins with 1; the step and the history of maxima begin with 0.
     is_scale = name.rpartition("/")[2].endswith(("scale", "scale_inv"))
-    value = np.full(missing[name].shape, 1 if is_scale else 0, missing[name].dtype)
+    value = np.full(leaves[name].shape, 1 if is_scale else 0, leaves[name].dtype)
     initial[name] = jax.device_put(value, shardings[name])
 
   def init(params: Any) -> dict[str, jax.Array]:
@@ -340,14 +343,4 @@ def _initialize_missing(
   if states:
     params = state_dicts.unflatten_state_dict(restored)["target"]
     initial |= jax.jit(init, out_shardings={name: shardings[name] for name in states})(params)
-  kinds = " and ".join(sorted(set(map(_kind_of_state, missing))))
-  # A folder of Hugging Face has no step, and inference needs none.
-  level = logging.INFO if kinds == "step" else logging.WARNING
-  _log.log(level, "checkpoint %s has no %s, which is initialized", path, kinds)
   return initial
-
-
-def _kind_of_state(name: str) -> str:
-  if name == _STEP:
-    return "step"
-  return "optimizer state" if is_optimizer_state(name) else "fp8 state"

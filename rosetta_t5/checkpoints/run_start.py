@@ -1,21 +1,23 @@
-"""How a training run begins: it finds the checkpoint to start from and restores it."""
+"""How a run begins: it finds its checkpoint, compares the vocabularies and settings, and restores the state."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from etils import epath
 
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import (
-  all_steps,
+  UnreadableCheckpointError,
   checkpoint_path,
   older_steps,
+  read_arrays,
   read_run_facts,
   step_of,
 )
@@ -24,19 +26,26 @@ from rosetta_t5.checkpoints.config import (
   RestoreCheckpointConfig,
   SaveCheckpointConfig,
   create_orbax_checkpoint_manager,
+  find_checkpoints,
   get_first_valid_restore_config_and_paths,
 )
-from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.restore import UnreadableCheckpointError
-from rosetta_t5.checkpoints.source_config import check_source_configs
-from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer, restore
+from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
+from rosetta_t5.checkpoints.train_state_initializer import (
+  TrainStateInitializer,
+  get_fallback_state,
+  restore,
+)
 from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
-from rosetta_t5.manifest import DamagedFileError
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
 # The run fact with digests of the vocabularies by side ("input", "output").
 VOCABULARIES = "vocabularies"
+# The run fact with the config.json of the model that a run started from.
+SOURCE_CONFIG = "source_config"
+# Fields that a run may choose: precision, and how full experts may be. Tables are compared by their shapes.
+_FREE = ("vocab_size", "max_length", "float32_attention_logits", "expert_capacity", "route_padding")
 # How long a process waits for another one that reads more, or from a slower disk.
 _TIMEOUT_S = 3600.0
 
@@ -60,43 +69,29 @@ def find_start_checkpoint(
   own = RestoreCheckpointConfig(
     path=os.fspath(model_dir), mode="latest", dtype=save.dtype, restore_dataset=save.save_dataset
   )
-  cfg, paths = get_first_valid_restore_config_and_paths([own, given] if given else [own])
+  cfg, paths = get_first_valid_restore_config_and_paths([own])
+  if not paths and given is not None and given.paths():
+    may_be_none = given.fallback_to_scratch
+    find = get_first_valid_restore_config_and_paths if may_be_none else find_checkpoints
+    cfg, paths = find([given])
+  if not paths:
+    return None, None
   if len(paths) > 1:
     raise ValueError(
       f"RestoreCheckpointConfig names {len(paths)} checkpoints ({', '.join(paths[:3])}, ...), but "
       "training starts from one: set mode = 'latest' or 'specific' and one path"
     )
-  ignored_until = save.ignore_dataset_until
-  if cfg is own and ignored_until is not None and (step_of(paths[0]) or 0) <= ignored_until:
+  step = step_of(paths[0]) or 0
+  if save.ignore_dataset_until is not None and step <= save.ignore_dataset_until:
     own.restore_dataset = False
-  if cfg is None and given and given.paths() and not given.fallback_to_scratch:
-    raise ValueError(_no_checkpoint_text(given))
-  step = step_of(paths[0]) if paths and epath.Path(paths[0]).exists() else None
   # A restart of a run that is complete is allowed.
-  if step is not None and total_steps is not None and step >= total_steps + (cfg is own):
+  if total_steps is not None and step >= total_steps + (cfg is own):
     raise ValueError(
       f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {paths[0]}, from which the "
-      f"run starts, got {total_steps}: it is the step at which the run ends. Set TRAIN_STEPS = "
-      f"{step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps) = {total_steps}, to train "
-      f"{total_steps} more steps"
+      f"run starts, got {total_steps}: it is the step at which the run ends. To train {total_steps} more "
+      f"steps, set TRAIN_STEPS = {step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps)"
     )
-  return cfg, paths[0] if paths else None
-
-
-def find_base_checkpoint(
-  checkpoint_cfg: CheckpointConfig, start_facts: Mapping[str, Any], restore_path: str | None
-) -> str | None:
-  """Returns the checkpoint with which a finetuning run began, which must not be deleted; else None.
-
-  Args:
-    checkpoint_cfg: the run's configuration. Without a checkpoint to restore, the run does not
-      finetune.
-    start_facts: the result of `read_start_facts`. A restart finds the base checkpoint in them.
-    restore_path: the checkpoint that the run, or its restart, restores.
-  """
-  if restore_path is None or checkpoint_cfg.restore is None or not checkpoint_cfg.restore.paths():
-    return None
-  return start_facts.get(STARTED_FROM) or os.fspath(restore_path)
+  return cfg, paths[0]
 
 
 def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dict[str, Any]:
@@ -115,31 +110,41 @@ def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dic
   return {}
 
 
-def restored_checkpoint(restore_path: str | None, step: int) -> str | None:
-  """Returns the checkpoint that was restored: `restore_path`, or if it was damaged, that of `step`."""
-  if restore_path is None or epath.Path(restore_path).exists():
-    return restore_path
-  return os.fspath(checkpoint_path(epath.Path(restore_path).parent, step))
+def read_source_config(path: epath.PathLike) -> dict[str, Any]:
+  """Returns the config.json of Transformers with which a checkpoint's model came; {} if there is none.
+
+  It is a file of a Hugging Face folder and of a checkpoint that was converted from one. Runs that started
+  from either store it as a run fact.
+  """
+  file = epath.Path(path) / hugging_face_folder.CONFIG
+  if file.exists():
+    return hugging_face_folder.read_config(file)
+  with contextlib.suppress(ValueError):  # Damaged facts are reported by the restore.
+    return dict(read_run_facts(path).get(SOURCE_CONFIG) or {})
+  return {}
 
 
-def check_vocabularies(
-  digests: Mapping[str, str], restore_cfg: RestoreCheckpointConfig | None
+def check_model(
+  model: Any, digests: Mapping[str, str], restore_cfg: RestoreCheckpointConfig | None
 ) -> None:
-  """Checks that a model's vocabularies have the contents with which its checkpoints were trained.
+  """Checks that a model has the vocabularies and computes what its checkpoints were trained with.
 
   With others of the same size, the parameters would give meaningless texts without an error.
 
   Args:
-    digests: the contents of the model's vocabularies, by side (`data.vocabulary_digests`).
-    restore_cfg: the checkpoints. Those of other programs do not have the digests and are not checked.
+    model: the run's model.
+    digests: the contents of its vocabularies, by side (`data.vocabulary_digests`). Those that are missing
+      here, or in the checkpoints of other programs, are not compared.
+    restore_cfg: the checkpoints. Those of Hugging Face, or converted from one, state the network's settings.
 
   Raises:
-    ValueError: a vocabulary differs.
+    ValueError: a vocabulary differs, or the network has other settings. With `strict = False` different
+      settings are logged.
   """
-  _, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
   for path in paths:
     trained: Mapping[str, str] = {}
-    with contextlib.suppress(DamagedFileError):  # raised again by the restore
+    with contextlib.suppress(ValueError):  # raised again by the restore
       trained = read_run_facts(path).get(VOCABULARIES) or {}
     if changed := [side for side in digests if trained.get(side, digests[side]) != digests[side]]:
       raise ValueError(
@@ -147,6 +152,39 @@ def check_vocabularies(
         "its file was replaced, or another was chosen. Use the original file. If you want the other "
         "one, train and infer accept it with verify_matching_vocabs_fn = None"
       )
+    if differences := list(_differing_settings(model, path)):
+      lines = "\n  ".join(differences)
+      message = (
+        f"{path}/{hugging_face_folder.CONFIG} does not describe this run's model. Set\n  {lines}"
+      )
+      if cfg is None or cfg.strict:
+        raise ValueError(
+          f"{message}\nor accept another computation with RestoreCheckpointConfig.strict = False"
+        )
+      _log.warning("%s", message)
+
+
+def _differing_settings(model: Any, path: str) -> Iterator[str]:
+  """Yields what has to be set so that a model computes what the config.json of a checkpoint states."""
+  file = epath.Path(path) / hugging_face_folder.CONFIG
+  if not file.exists():
+    return
+  config, network = hugging_face_folder.read_config(file), model.network_config
+  settings = hugging_face_folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
+  for name, value in settings.items():
+    given = getattr(network, name, value)  # A user's own network may lack the field.
+    given = tuple(given) if isinstance(given, list) else given
+    if name not in _FREE and given != value:
+      yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"
+  expected, end = config.get("eos_token_id"), model.output_vocabulary.eos_id
+  is_shifted = hugging_face_folder.has_shifted_ids(config)
+  ends = [x for x in (expected if isinstance(expected, list) else [expected]) if x is not None]
+  ends = [x + is_shifted for x in ends if x + is_shifted < settings["vocab_size"]]
+  if ends and end is not None and end not in ends:
+    yield (
+      f"the vocabulary to the one of the folder, whose texts end with token {expected} (the end of this "
+      f"run's vocabulary is token {end - is_shifted})"
+    )
 
 
 def restore_for_inference(
@@ -164,29 +202,17 @@ def restore_for_inference(
     task_feature_lengths: the lengths of the features.
 
   Raises:
-    ValueError: there is no checkpoint, it belongs to another model, or the features are not the model's.
+    ValueError: there is no checkpoint, or it belongs to another model.
   """
-  converter = model.FEATURE_CONVERTER_CLS(pack=False)
-  if set(task_feature_lengths or ()) != set(converter.TASK_FEATURES):
-    raise ValueError(
-      f"The lengths of the training data must be those of {', '.join(converter.TASK_FEATURES)}, got "
-      f"{task_feature_lengths} (task_feature_lengths)"
-    )
-  lengths = converter.get_model_feature_lengths(task_feature_lengths)
+  lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(task_feature_lengths)
   initializer = TrainStateInitializer(
     optimizer_def=None,
     init_fn=model.get_initial_variables,
     input_shapes={name: (1, length) for name, length in lengths.items()},
     partitioner=partitioner,
   )
-  check_source_configs(model, restore_cfg)
-  state = initializer.from_checkpoint([restore_cfg])
-  if state is None:
-    raise ValueError(
-      f"There is no checkpoint in {restore_cfg.path} (mode = {restore_cfg.mode!r}): give another path "
-      "(RestoreCheckpointConfig.path), or train first, with utils.CheckpointConfig.save"
-    )
-  return state, initializer.train_state_axes
+  find_checkpoints([restore_cfg])
+  return initializer.from_checkpoint([restore_cfg]), initializer.train_state_axes
 
 
 def create_checkpoint_manager_and_restore(
@@ -220,11 +246,10 @@ def create_checkpoint_manager_and_restore(
   del use_orbax
   if save_checkpoint_cfg is None and restore_path is None:
     return None, None
-  shapes = train_state_initializer.global_train_state_shape
   manager = create_orbax_checkpoint_manager(
     save_cfg=save_checkpoint_cfg,
     restore_cfg=restore_checkpoint_cfg,
-    train_state=shapes,
+    train_state=train_state_initializer.global_train_state_shape,
     partitioner=partitioner,
     ds_iter=ds_iter,
     model_dir=model_dir,
@@ -232,9 +257,7 @@ def create_checkpoint_manager_and_restore(
   cfg = restore_checkpoint_cfg
   if restore_path is None or cfg is None:
     return None, manager
-  fallback_state = train_state_initializer.fallback_state(
-    manager, [restore_path], cfg, fallback_init_rng
-  )
+  fallback_state = get_fallback_state(cfg, train_state_initializer.from_scratch, fallback_init_rng)
   state = _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir)
   return state, manager
 
@@ -269,29 +292,10 @@ def _rename_damaged(folder: epath.Path, damage: str) -> str:
   """Renames a damaged checkpoint and returns the path of the one before it."""
   older = os.fspath(checkpoint_path(folder.parent, older_steps(folder)[-1]))
   if jax.process_index() == 0:
-    # A checkpoint of this step may have been damaged, and written again, before.
-    suffixes = itertools.chain([""], (f"_{n}" for n in itertools.count(2)))
-    names = (folder.with_name(f"damaged_{folder.name}{suffix}") for suffix in suffixes)
-    renamed = next(name for name in names if not name.exists())
+    renamed = folder.with_name(f"damaged_{folder.name}")
+    if renamed.exists():  # A checkpoint of this step was damaged, and written again, before.
+      renamed = folder.with_name(f"{renamed.name}_{time.time_ns()}")
     folder.rename(renamed)
     _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
   # The other processes wait for the rename.
   return broadcast_text(older, f"renamed {folder.name}", _TIMEOUT_S)
-
-
-def _no_checkpoint_text(cfg: RestoreCheckpointConfig) -> str:
-  paths = cfg.paths()
-  missing = next((path for path in paths if not epath.Path(path).exists()), None)
-  checkpoint = next((path for path in paths if step_of(path) is not None), None)
-  if missing is None and checkpoint is not None:
-    advice = f"{checkpoint} is a checkpoint itself: set RestoreCheckpointConfig.mode = 'specific'"
-  else:
-    steps = all_steps(epath.Path(missing).parent) if missing else []
-    beside = f" (its folder has the steps {', '.join(map(str, steps))})" if steps else ""
-    advice = (
-      f"{f'{missing} does not exist{beside}: ' if missing else ''}"
-      "set RestoreCheckpointConfig.path (INITIAL_CHECKPOINT_PATH) to a folder that contains "
-      "checkpoint_STEP folders, or mode = 'specific' and the path of one checkpoint; "
-      "fallback_to_scratch = True starts from scratch if there is none"
-    )
-  return f"there is no checkpoint to restore in {', '.join(paths)} (mode = {cfg.mode!r}): {advice}"

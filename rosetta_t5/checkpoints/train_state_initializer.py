@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from flax.core import freeze
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
@@ -20,7 +18,6 @@ from rosetta_t5.checkpoints.config import (
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.restore import UnreadableCheckpointError, find_matching_arrays
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -201,7 +198,7 @@ class TrainStateInitializer:
       partitioner=self._partitioner,
       ds_iter=ds_iter,
     )
-    fallback_state = self.fallback_state(manager, paths, cfg, init_rng)
+    fallback_state = get_fallback_state(cfg, self.from_scratch, init_rng)
     for path in paths:
       yield restore(manager, path, cfg, fallback_state), path
 
@@ -233,28 +230,6 @@ class TrainStateInitializer:
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return self.from_scratch(init_rng) if state is None else state
 
-  def fallback_state(
-    self,
-    manager: Any,
-    paths: Sequence[str],
-    cfg: RestoreCheckpointConfig,
-    init_rng: jax.Array | None,
-  ) -> dict[str, Any] | None:
-    """Returns `get_fallback_state` after checking that each of `paths` can be restored with it.
-
-    The check comes first, because the fallback state takes memory. It is left out if a user's own
-    class of manager restores.
-
-    Raises:
-      CheckpointMismatchError: a checkpoint does not match even with the fallback.
-      ValueError: a fallback is allowed, but `init_rng` is None.
-    """
-    if cfg.fallback_to_scratch and isinstance(manager, OrbaxCheckpointManagerInterface):
-      for path in paths:
-        with contextlib.suppress(UnreadableCheckpointError):  # raised again by the restore
-          check_compatibility(path, self.global_train_state_shape.state_dict(), cfg)
-    return get_fallback_state(cfg, self.from_scratch, init_rng)
-
 
 def restore(
   checkpoint_manager: OrbaxCheckpointManagerInterface,
@@ -276,29 +251,6 @@ def restore(
   given = [paths] if isinstance(paths, str) else paths
   states = [checkpoint_manager.restore(path=path, **options) for path in given]
   return states[0] if len(states) == 1 else states
-
-
-def check_compatibility(
-  path: epath.PathLike, expected: Mapping[str, Any], restore_cfg: RestoreCheckpointConfig
-) -> None:
-  """Checks that the checkpoint at `path` can be restored.
-
-  Args:
-    path: a checkpoint of any layout.
-    expected: nested state dict of the train state's leaves (`shape`, `dtype`).
-
-  Raises:
-    CheckpointMismatchError: the checkpoint does not match.
-    UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint.
-  """
-  find_matching_arrays(
-    path,
-    expected,
-    allow_missing=restore_cfg.fallback_to_scratch,
-    allow_unexpected=not restore_cfg.strict,
-    transformations=restore_cfg.state_transformation_fns,
-  )
 
 
 def get_fallback_state(

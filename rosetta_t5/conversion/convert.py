@@ -18,9 +18,9 @@ from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step, verify_files
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.restore import read_arrays, stored_step, verify_files
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.files import complete_folder

@@ -15,7 +15,7 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
-from rosetta_t5.checkpoints.source_config import read_source_config
+from rosetta_t5.checkpoints.run_start import read_source_config
 from rosetta_t5.config import model_file
 from rosetta_t5.networks.decoder_config import TransformerConfig
 from rosetta_t5.networks.t5_config import T5Config

@@ -24,9 +24,9 @@ from flax.traverse_util import unflatten_dict
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree, to_scalable_tree
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks import t5 as t5_network

@@ -119,7 +119,7 @@ def save(
     native_lowering=native_lowering,
   )
   function = make_function(enable_jax2tf=False)
-  checkpoints.check_vocabularies(data.vocabulary_digests(model), restore_checkpoint_cfg)
+  checkpoints.check_model(model, data.vocabulary_digests(model), restore_checkpoint_cfg)
   state, _ = checkpoints.restore_for_inference(
     model, restore_checkpoint_cfg, partitioner, task_feature_lengths
   )

@@ -207,10 +207,7 @@ def _restored(plan: Any, cfgs: Sequence[Any]) -> Rows:
   given = [path for cfg in cfgs for path in cfg.paths()]
   if any(map(_is_remote, given)):
     return _unchecked(plan, given)
-  cfg, paths = checkpoints.get_first_valid_restore_config_and_paths(cfgs)
-  if not paths:
-    tried = f" in {', '.join(given)}" if given else ""
-    raise ValueError(f"there is no checkpoint to restore{tried}: set CHECKPOINT_PATH")
+  cfg, paths = checkpoints.find_checkpoints(cfgs)
   _check(plan, cfg, paths)
   return [("restores", paths[0] if len(paths) == 1 else f"{len(paths)} checkpoints: {paths[0]} …")]
 
@@ -242,6 +239,12 @@ def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:
   if cfg is None or plan["model"] is None:
     return
   expected = plan.state.state_dict()
-  checkpoints.check_source_configs(plan["model"], cfg)
+  checkpoints.check_model(plan["model"], {}, cfg)
   for path in paths:
-    checkpoints.check_compatibility(path, expected, cfg)
+    checkpoints.find_matching_arrays(
+      path,
+      expected,
+      transformations=cfg.state_transformation_fns,
+      allow_missing=cfg.fallback_to_scratch,
+      allow_unexpected=not cfg.strict,
+    )

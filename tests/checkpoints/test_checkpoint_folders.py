@@ -17,7 +17,7 @@ from rosetta_t5.checkpoints import (
   create_orbax_checkpoint_manager,
   find_start_checkpoint,
 )
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 
 
 def test_only_complete_folders_named_checkpoint_step_are_listed(tmp_path):
@@ -82,8 +82,8 @@ def test_layouts_are_detected_from_the_files(tmp_path):
 def test_damaged_run_facts_are_reported(tmp_path):
   (tmp_path / "checkpoint_1").mkdir()
   assert checkpoint_folders.read_run_facts(tmp_path) == {}
-  (tmp_path / "checkpoint_1/_CHECKPOINT_METADATA").write_text("{")
-  with pytest.raises(ValueError, match=r"_CHECKPOINT_METADATA is damaged: .* is not valid JSON"):
+  (tmp_path / "checkpoint_1/run_facts.json").write_text("{")
+  with pytest.raises(ValueError, match=r"run_facts\.json is not valid JSON"):
     checkpoint_folders.read_run_facts(tmp_path)
 
 

@@ -14,9 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import gpt
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion import convert
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from t5x.checkpoints import load_t5x_checkpoint

@@ -20,8 +20,8 @@ from rosetta_t5.checkpoints import (
   UnreadableCheckpointError,
   get_first_valid_restore_config_and_paths,
 )
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.convert import convert
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"

@@ -8,8 +8,8 @@ import numpy as np
 
 from rosetta_t5 import cli, manifest
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion import convert
 
 MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
@@ -49,10 +49,10 @@ def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, ca
   (tmp_path / "checkpoint_1000/PINNED").write_text("")
   (tmp_path / "checkpoint_2000").mkdir()
   assert run("ckpt", "ls", tmp_path) == 0
-  first, second = capsys.readouterr().out.splitlines()[1:]
-  assert first.split()[0] == "1000"
-  assert first.endswith("Orbax (T5X, rosetta-t5), pinned")
-  assert second.split()[0] == "2000"
+  first, second = capsys.readouterr().out.splitlines()
+  assert first.split()[0] == "checkpoint_1000"
+  assert first.endswith("ORBAX, pinned")
+  assert second.split()[0] == "checkpoint_2000"
   assert second.endswith("NOT A CHECKPOINT: unknown layout or damaged")
 
 

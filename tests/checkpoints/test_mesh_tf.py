@@ -17,9 +17,9 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflat
 from rosetta_t5.checkpoints.checkpoint_folders import (
   CheckpointTypes,
   detect_checkpoint_type,
+  read_arrays,
 )
 from rosetta_t5.checkpoints.formats import mesh_tf
-from rosetta_t5.checkpoints.restore import read_arrays
 from t5x.checkpoint_importer import restore_from_t5_checkpoint
 
 FOLDER = pathlib.Path(__file__).parent / "fixtures/mesh_tf"

@@ -6,10 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from rosetta_t5 import checkpoints
-from rosetta_t5.checkpoints import CheckpointMismatchError, RestoreCheckpointConfig, mismatch
+from rosetta_t5.checkpoints import CheckpointMismatchError, RestoreCheckpointConfig
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.restore import find_matching_arrays
+from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
+from rosetta_t5.checkpoints.restore import (
+  Mismatch,
+  find_matching_arrays,
+  find_mismatches,
+  mismatch_error,
+)
 
 
 def struct(*shape, dtype=np.float32):
@@ -26,23 +31,20 @@ def saved(setup, path, step=1):
 def test_equal_names_shapes_and_dtype_kinds_match():
   stored = {"target/a": struct(2, 3, dtype=np.float16), "state/step": struct(dtype=np.int64)}
   expected = {"target/a": struct(2, 3), "state/step": struct(dtype=np.int32)}
-  assert mismatch.find_mismatches(stored, expected) == []
+  assert find_mismatches(stored, expected) == []
 
 
 def test_another_kind_of_dtype_is_a_mismatch():
   stored, expected = {"target/a": struct(2, dtype=np.int8)}, {"target/a": struct(2)}
-  assert mismatch.find_mismatches(stored, expected) == [
-    mismatch.Mismatch("wrong dtype", "target/a", "(2,) int8", "(2,) float32")
+  assert find_mismatches(stored, expected) == [
+    Mismatch("wrong dtype", "target/a", "(2,) int8", "(2,) float32")
   ]
 
 
 def test_inference_ignores_optimizer_state():
   stored = {"target/a": struct(2), "state/param_states/a/v": struct(2)}
-  assert mismatch.find_mismatches(stored, {"target/a": struct(2)}) == []
-  assert (
-    mismatch.find_mismatches(stored, {"target/a": struct(2), "state/param_states/a/m": struct(2)})
-    != []
-  )
+  assert find_mismatches(stored, {"target/a": struct(2)}) == []
+  assert find_mismatches(stored, {"target/a": struct(2), "state/param_states/a/m": struct(2)}) != []
 
 
 def test_another_width_is_reported_in_a_table(setup, make_setup, tmp_path):
@@ -68,8 +70,6 @@ def test_a_renamed_parameter_is_reported_with_the_similar_name(setup, make_setup
   text = str(caught.value)
   assert "5 missing, 5 unexpected" in text
   assert "missing     target/wo_0" in text
-  assert "(similar: target/wo)" in text
-  assert "(similar: target/wo_0)" in text
 
 
 def test_under_another_optimizer_the_state_starts_anew_and_this_is_reported(
@@ -85,9 +85,9 @@ def test_under_another_optimizer_the_state_starts_anew_and_this_is_reported(
 
 def test_long_tables_are_truncated():
   mismatches = [
-    mismatch.Mismatch("missing", f"target/layer_{i}", expected="(2,) float32") for i in range(50)
+    Mismatch("missing", f"target/layer_{i}", expected="(2,) float32") for i in range(50)
   ]
-  lines = str(mismatch.mismatch_error("p", mismatches)).splitlines()
+  lines = str(mismatch_error("p", mismatches)).splitlines()
   assert lines[-2] == "  ... and 30 more"
   assert len(lines) == 24
 
@@ -99,15 +99,6 @@ def test_nothing_is_read_when_names_differ():
   arrays = {"target/a": StoredArray((2,), np.float32, fail)}
   with pytest.raises(CheckpointMismatchError):
     find_matching_arrays("here", {"target": {"b": struct(2)}}, arrays=arrays)
-
-
-def test_compatibility_is_checked_without_restoring(setup, make_setup, tmp_path):
-  path = saved(setup, tmp_path)
-  cfg = RestoreCheckpointConfig(str(path), "specific")
-  checkpoints.check_compatibility(path, setup.state().state_dict(), cfg)
-  wider = make_setup(module=type(setup.module)(width=32))
-  with pytest.raises(CheckpointMismatchError):
-    checkpoints.check_compatibility(path, wider.state().state_dict(), cfg)
 
 
 def test_only_missing_names_come_from_the_fallback_state(setup, make_setup, tmp_path):
@@ -124,35 +115,18 @@ def test_only_missing_names_come_from_the_fallback_state(setup, make_setup, tmp_
 
 
 def test_optimizer_state_that_no_such_checkpoint_has_is_not_counted_as_missing():
-  stored = {"target/token_embedder/embedding": struct(34, 8)}
+  arrays = {"target/token_embedder/embedding": np.zeros((34, 8), np.float32)}
   expected = {
     "target/token_embedder/embedding": struct(32, 8),
     "state/param_states/token_embedder/embedding/v": struct(32, 8),
     "state/step": struct(dtype=np.int32),
   }
   with pytest.raises(CheckpointMismatchError) as caught:
-    mismatch.find_restorable("p", stored, expected, allow_missing=True, allow_unexpected=False)
+    find_matching_arrays("p", unflatten_state_dict(expected), arrays=arrays, allow_missing=True)
   text = str(caught.value)
   assert "does not match this run's model: 1 wrong shape\n" in text
   assert "fallback_to_scratch" not in text
-  assert (
-    "Set vocab_size = 34 in the network's config, or RestoreCheckpointConfig.resize_voc" in text
-  )
-
-
-def test_the_sizes_to_set_are_named():
-  stored = {
-    "target/token_embedder/embedding": struct(34, 8),
-    "target/encoder/relpos_bias/rel_embedding": struct(4, 8),
-    "target/encoder/layers_0/mlp/wi_0/kernel": struct(8, 24),
-  }
-  expected = {
-    "target/token_embedder/embedding": struct(32, 8),
-    "target/encoder/relpos_bias/rel_embedding": struct(4, 32),
-    "target/encoder/layers_0/mlp/wi_0/kernel": struct(8, 16),
-  }
-  text = str(mismatch.mismatch_error("p", mismatch.find_mismatches(stored, expected)))
-  assert "Set mlp_dim = 24, num_buckets = 8, vocab_size = 34 in the network's config. " in text
+  assert "RestoreCheckpointConfig.resize_vocabulary = True adds rows" in text
 
 
 @pytest.mark.parametrize("rows", [3, 6])

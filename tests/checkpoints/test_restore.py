@@ -19,7 +19,7 @@ from rosetta_t5.checkpoints import (
   restore,
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import start_device_transfer
-from rosetta_t5.checkpoints.restore import read_arrays, stored_step
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step
 from rosetta_t5.parallel import PjitPartitioner
 
 # Orbax completes these after the manifest; nothing reads them.

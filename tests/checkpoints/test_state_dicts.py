@@ -95,10 +95,10 @@ def test_a_resumed_run_is_not_renamed():
 
 
 def test_errors_for_typos_list_similar_names():
-  with pytest.raises(ValueError, match=r"assigns 'target/wii' .*similar names in it: target/wi"):
+  with pytest.raises(ValueError, match=r"assigns 'target/wii' .*did you mean 'target/wi'"):
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"w": 0}}, [("target/w", "target/wii")])
   with pytest.raises(
-    ValueError, match=r"Unused patterns \['target/wx'\].*similar to the first: target/wi"
+    ValueError, match=r"Unused patterns \['target/wx'\].*did you mean 'target/wi'"
   ):
     apply_assignment_map({"target": {"wi": 1}}, {"target": {"wi": 0}}, [("target/wx", "target/wi")])
 
@@ -219,7 +219,9 @@ def test_another_number_of_experts_is_refused_by_name(tmp_path):
   path = tmp_path / "checkpoint_0"
   arrays = {n: as_stored_array(x) for n, x in flatten_arrays(state.state_dict()).items()}
   t5x_layouts.write_orbax(path, arrays)
-  with pytest.raises(CheckpointMismatchError, match="num_experts = 4"):
+  with pytest.raises(
+    CheckpointMismatchError, match=r"wrong shape +target/decoder/layers_1/mlp/expert/wi_0/kernel"
+  ):
     restore_experts(path, dataclasses.replace(EXPERTS, num_experts=8))
 
 

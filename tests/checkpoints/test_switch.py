@@ -19,7 +19,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import load_file
 
 from rosetta_t5.checkpoints import UnreadableCheckpointError
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.networks.t5 import T5Config, Transformer

@@ -11,7 +11,7 @@ import tensorstore as ts
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.adafactor import Adafactor

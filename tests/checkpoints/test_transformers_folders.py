@@ -22,10 +22,10 @@ from safetensors.numpy import load_file, save_file
 from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
   UnreadableCheckpointError,
-  check_source_configs,
+  check_model,
 )
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.conversion.verification import network_outputs
@@ -139,14 +139,14 @@ def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set
   for path in (tmp_path / "theirs", converted):
     cfg = RestoreCheckpointConfig(str(path), "specific")
     with pytest.raises(ValueError, match="does not describe this run's model") as error:
-      check_source_configs(model, cfg)
+      check_model(model, {}, cfg)
     assert re.findall(r"network\.T5Config\.\w+ = .*", str(error.value)) == [
       "network.T5Config.max_distance = 128 (it is 64)",
       "network.T5Config.mlp_activations = ('silu', 'linear') (it is ('gelu', 'linear'))",
     ]
     assert "texts end with token 7" in str(error.value)
     cfg.strict = False
-    check_source_configs(model, cfg)
+    check_model(model, {}, cfg)
     assert "does not describe this run's model" in caplog.text
 
 

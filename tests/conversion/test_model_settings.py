@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.conversion.model_settings import read_model_settings
 
 GATED = read_arrays(pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/t5_1_1")

@@ -15,8 +15,8 @@ import pyarrow as pa
 import shell
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.restore import read_arrays
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
 TEXTS = [f"Return {n * n}, which is the square of {n} and of {-n}." for n in range(300)]

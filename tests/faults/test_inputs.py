@@ -87,7 +87,7 @@ FAULTS = [
   Fault(
     "no checkpoint is left",
     "rm -r run/checkpoint_0 run/checkpoint_2 run/checkpoint_4; $EVAL",
-    "There is no checkpoint in",
+    "there is no checkpoint to restore in",
   ),
   Fault(
     "a row of the input is nested brackets",

@@ -215,5 +215,5 @@ def test_only_training_needs_lengths_that_context_divides(check):
     "VOCABULARY = @seqio.ByteVocabulary()\nCHECKPOINT_PATH = 'none'\nINFER_OUTPUT_DIR = 'out'\n"
   )
   _, _, output = check("--run_mode=infer", *arguments)
-  assert "none is not a checkpoint" in output
+  assert "there is no checkpoint to restore in none" in output
   assert "cannot be split" not in output

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rosetta_t5.checkpoints import all_steps
-from rosetta_t5.checkpoints.restore import read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 
 PERIOD = 20  # steps between checkpoints
 _TIMEOUT_S = 120.0  # for what must happen within a second or two

@@ -6,7 +6,6 @@ another number of tokens (`resize_vocabulary`) or replaced by their averages (`w
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import re
@@ -18,6 +17,7 @@ from etils import epath
 from flax import serialization, traverse_util
 from flax.core import unfreeze
 
+from rosetta_t5.argument_types import near_hint
 from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   Index,
   StoredArray,
@@ -32,7 +32,7 @@ AssignmentMap = Sequence[tuple[str, str | None]]
 
 _EXPERT = re.compile(r"target/.*/expert/.*")
 # The parameters with a row or a column for each token, and the axis of the tokens.
-TOKEN_AXES = {
+_TOKEN_AXES = {
   re.compile(r"target/(.*/)?token_embedder/embedding"): 0,
   re.compile(r"target/(.*/)?logits_dense/kernel"): -1,
 }
@@ -130,76 +130,54 @@ def apply_assignment_map(
     return dict(ckpt_optimizer_state)
   stored = flatten_state_dict(ckpt_optimizer_state)
   names = list(flatten_state_dict(optimizer_state))
-  sources, unused = _find_sources(names, assignment_map, stored)
+  sources, unused = _find_sources(names, assignment_map)
   if require_all_rules_match and unused:
-    raise ValueError(_unused_rules_text(unused, names))
-  moved = {name: stored[source] for name, source in sources.items() if source is not None}
-  for name in moved:
-    _log.info("assignment_map: %s takes the value of %s", name, sources[name])
-  removed = set(sources.values()) | {name for name, source in sources.items() if source is None}
+    raise ValueError(
+      f"RestoreCheckpointConfig.assignment_map: Unused patterns {unused}: each pattern must match a whole "
+      f"name of the model, such as {names[0]!r}{near_hint(unused[0], names, cutoff=0.4)}"
+    )
+  assigned = {name: source for name, source in sources.items() if source is not None}
+  for name, source in assigned.items():
+    if source not in stored:
+      raise ValueError(
+        f"RestoreCheckpointConfig.assignment_map assigns {source!r} to {name!r}, but the checkpoint has no "
+        f"{source!r}{near_hint(source, stored)}. Correct the replacement, or set it to None and set "
+        "fallback_to_scratch = True"
+      )
+  removed = {*assigned.values(), *(name for name in sources if name not in assigned)}
   kept = {name: leaf for name, leaf in stored.items() if name not in removed}
   # A name of the model that no rule matches keeps its value, even if another name uses it as well.
   unmatched = {name: stored[name] for name in names if name in stored and name not in sources}
+  moved = {name: stored[source] for name, source in assigned.items()}
   return unflatten_state_dict({**kept, **unmatched, **moved})
 
 
 def _find_sources(
-  names: Sequence[str], assignment_map: AssignmentMap, stored: Mapping[str, Any]
-) -> tuple[dict[str, str | None], list[tuple[str, str | None]]]:
-  """Returns {name: the stored name that a rule assigns to it, or None}, and the unused rules."""
+  names: Sequence[str], assignment_map: AssignmentMap
+) -> tuple[dict[str, str | None], list[str]]:
+  """Returns {name: the stored name that the first matching rule assigns, or None}, and unused patterns."""
   sources: dict[str, str | None] = {}
   unused = []
-  for rule in assignment_map:
-    pattern, replacement = rule
-    remaining = [name for name in names if name not in sources]
+  for pattern, replacement in assignment_map:
     try:
-      matches = list(filter(None, (re.fullmatch(pattern, name) for name in remaining)))
-      expanded = [None if replacement is None else match.expand(replacement) for match in matches]
+      matches = filter(None, (re.fullmatch(pattern, n) for n in names if n not in sources))
+      found = {m.string: None if replacement is None else m.expand(replacement) for m in matches}
     except re.error as error:
       raise ValueError(
-        f"RestoreCheckpointConfig.assignment_map: the rule {rule!r} is wrong: {error}"
+        f"RestoreCheckpointConfig.assignment_map: the rule {(pattern, replacement)!r} is wrong: {error}"
       ) from None
-    for match, source in zip(matches, expanded, strict=True):
-      name = match.string
-      if source is not None and source not in stored:
-        raise ValueError(_missing_source_text(name, source, rule, stored))
-      sources[name] = source
-    if not matches:
-      unused.append(rule)
+    sources |= found
+    unused += [] if found else [pattern]
   return sources, unused
 
 
-def _missing_source_text(name: str, source: str, rule: Any, stored: Mapping[str, Any]) -> str:
-  near = difflib.get_close_matches(source, stored, n=3)
-  hint = f"similar names in it: {', '.join(near)}" if near else f"it has {len(stored)} others"
-  return (
-    f"RestoreCheckpointConfig.assignment_map: the rule {rule!r} assigns {source!r} to {name!r}, but "
-    f"the checkpoint has no {source!r}; {hint}. Correct the replacement, or set it to None and set "
-    "fallback_to_scratch = True"
-  )
-
-
-def _unused_rules_text(unused: Sequence[Any], names: Sequence[str]) -> str:
-  near = difflib.get_close_matches(str(unused[0][0]), names, n=3, cutoff=0.4)
-  hint = f"; names similar to the first: {', '.join(near)}" if near else ""
-  return (
-    f"RestoreCheckpointConfig.assignment_map: Unused patterns {[pattern for pattern, _ in unused]}: "
-    f"each pattern must match a whole name of the model, such as {names[0]!r}{hint}"
-  )
-
-
-def upcycle(
-  stored: Mapping[str, Any], expected: Mapping[str, Any], *, is_resuming: bool = False
-) -> dict[str, Any]:
+def upcycle(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a checkpoint's state dict in which arrays of dense blocks are repeated for each expert.
 
   Args:
     stored: the checkpoint's nested state dict, under the model's names (see `assignment_map`).
     expected: the model's nested state dict of leaves with `shape`.
-    is_resuming: whether the checkpoint is the run's own, which has experts.
   """
-  if is_resuming:
-    return dict(stored)
   flat, wanted = flatten_state_dict(stored), flatten_state_dict(expected)
   for name in filter(_EXPERT.fullmatch, flat.keys() & wanted.keys()):
     shape = wanted[name].shape
@@ -208,9 +186,12 @@ def upcycle(
   return unflatten_state_dict(flat)
 
 
-def resize_vocabulary(
-  stored: Mapping[str, Any], expected: Mapping[str, Any], *, is_resuming: bool = False
-) -> dict[str, Any]:
+def token_axis(name: str) -> int | None:
+  """Returns the axis of a parameter that has an entry for each token; None if there is no such axis."""
+  return next((axis for pattern, axis in _TOKEN_AXES.items() if pattern.fullmatch(name)), None)
+
+
+def resize_vocabulary(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a checkpoint's state dict in which the tables of tokens have the model's number of rows.
 
   New rows are the mean of the old ones. The last rows are left out if there are too many.
@@ -218,14 +199,11 @@ def resize_vocabulary(
   Args:
     stored: the checkpoint's nested state dict.
     expected: the model's.
-    is_resuming: whether the checkpoint is the run's own, whose tables have the right size.
   """
-  del is_resuming
   arrays, wanted = flatten_arrays(stored), flatten_arrays(expected)
   for name in arrays.keys() & wanted.keys():
-    for pattern, axis in TOKEN_AXES.items():
-      if pattern.fullmatch(name):
-        arrays[name] = _resize(name, as_stored_array(arrays[name]), wanted[name].shape, axis)
+    if (axis := token_axis(name)) is not None:
+      arrays[name] = _resize(name, as_stored_array(arrays[name]), wanted[name].shape, axis)
   return unflatten_state_dict(arrays)
 
 

@@ -20,11 +20,11 @@ from etils import epath
 from flax import serialization
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray, as_stored_array
 from rosetta_t5.files import expect_content, read_json_object
 
+STATE_ITEM = "state"
 # The version of T5X's older layout.
 VERSION = 3
 # The msgpack file of small values and of the arrays' paths, in the older layout and in early Orbax.
@@ -39,6 +39,15 @@ _ALIGNMENT = 64
 Specs = dict[str, dict[str, Any]]
 
 
+def state_path(path: epath.PathLike) -> epath.Path:
+  """Returns the folder that contains the arrays of the Orbax checkpoint at `path`.
+
+  `path` may be the checkpoint's folder or, as in T5X's tools, the folder of its item `state`.
+  """
+  folder = epath.Path(path).absolute()  # Orbax requires absolute paths; MODEL_DIR may be relative
+  return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
+
+
 def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   """Returns {flat name: array} of the Orbax checkpoint at `path`; the values are read later.
 
@@ -46,7 +55,7 @@ def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     path: the checkpoint's folder, or the folder `state` in it.
   """
   # Orbax itself would read the outer folder's metadata, which may name handlers of T5X.
-  folder = checkpoint_folders.state_path(path)
+  folder = state_path(path)
   has_metadata = (folder / _METADATA).exists()
   values: dict[str, StoredArray] = {}
   if not has_metadata or (folder / _INDEX).exists():
