@@ -2,13 +2,5 @@
 
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.adafactor import AdafactorParamState as _AdafactorParamState
-from rosetta_t5.training.optimizers.factor_rules import (
-  HEURISTIC_RULE,
-  FactorDim,
-  FactorRule,
-  HeuristicRule,
-  HParamMap,
-  factor_name_to_factordim,
-  standard_logical_factor_rules,
-)
+from rosetta_t5.training.optimizers.factor_rules import *
 from rosetta_t5.training.optimizers.optimizer_def import HyperParams as _AdafactorHyperParams

@@ -7,8 +7,7 @@ Code written for T5X also uses these, such as `layers.param_with_axes`, `models.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -21,25 +20,19 @@ from jax.sharding import PartitionSpec
 from rosetta_t5.networks.layers.dense import activation_function
 
 # Types of functions, of dicts, of the results of background threads, and others.
-_FUNCTIONS = """
-  Activation BaseTrainerConstructor CheckpointManagerConstructor CheckpointerConstructor
-  CompiledPartitionedCallable CreateDecodingStateCallbackFn CreatePostprocessorFn
-  CreatePreprocessorFn EvaluatorConstructor GetDatasetCallable GetEvalDatasetCallable
-  InferFnCallable InferStepCallable InferStepWithRngCallable InferStepWithoutRngCallable
-  InferenceFn InitFnCallable Initializer InitializerAxis LearningRateCallable MergeFn
-  NdInitializer PartitionedCallable PartitionedEvalCallable PartitionedTrainCallable
-  PostprocessorFn PreprocessorFn RestoreStateTransformationFn SaveStateTransformationFn
-  SummarizeMetricsCallable WriteFn
-"""
-_MAPPINGS = """
-  ActionMapType BatchSpec BatchType FlaxMutables MetricMapSpec MetricMapType
-  MetricValueMapType MetricsMap ModelWeights MutableMetricMapType
-"""
-_FUTURES = "ArrayMapFuture MetricValueMapFuture TimeFuture"
-_OTHER_TYPES = """
-  Array ArrayType BatchesType DType Dataset DecoderParamsSpec Dtype Gradients HardwareMesh
-  JaxDevice OtherMesh PRNGKey ParamTree PyTree PyTreeDef Pytree Rng ScalarOrArrayType TpuMesh
-  TrainState WarmupExample WarmupExamples
+_TYPES = """
+  ActionMapType Activation Array ArrayMapFuture ArrayType BaseTrainerConstructor BatchSpec BatchType
+  BatchesType CheckpointManagerConstructor CheckpointerConstructor CompiledPartitionedCallable
+  CreateDecodingStateCallbackFn CreatePostprocessorFn CreatePreprocessorFn DType Dataset
+  DecoderParamsSpec Dtype EvaluatorConstructor FlaxMutables GetDatasetCallable
+  GetEvalDatasetCallable Gradients HardwareMesh InferFnCallable InferStepCallable
+  InferStepWithRngCallable InferStepWithoutRngCallable InferenceFn InitFnCallable Initializer
+  InitializerAxis JaxDevice LearningRateCallable MergeFn MetricMapSpec MetricMapType
+  MetricValueMapFuture MetricValueMapType MetricsMap ModelWeights MutableMetricMapType NdInitializer
+  OtherMesh PRNGKey ParamTree PartitionedCallable PartitionedEvalCallable PartitionedTrainCallable
+  PostprocessorFn PreprocessorFn PyTree PyTreeDef Pytree RestoreStateTransformationFn Rng
+  SaveStateTransformationFn ScalarOrArrayType SummarizeMetricsCallable TimeFuture TpuMesh TrainState
+  WarmupExample WarmupExamples WriteFn
 """
 
 
@@ -52,10 +45,7 @@ def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
 
 
 IMPORTED_NAMES: dict[str, Any] = {
-  **dict.fromkeys(_FUNCTIONS.split(), Callable[..., Any]),
-  **dict.fromkeys(_MAPPINGS.split(), Mapping[str, Any]),
-  **dict.fromkeys(_FUTURES.split(), Future[Any]),
-  **dict.fromkeys(_OTHER_TYPES.split(), Any),
+  **dict.fromkeys(_TYPES.split(), Any),
   "FLAGS": flags.FLAGS,
   "FrozenDict": core.FrozenDict,
   "FrozenVariableDict": core.FrozenDict,

@@ -7,26 +7,13 @@ from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import (
   rename_shared_biases as _maybe_correct_relpos_bias,
 )
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_state_dict
 from rosetta_t5.checkpoints.formats import mesh_tf
-from rosetta_t5.checkpoints.formats.mesh_tf import (
-  CheckpointTranslator,
-  attention_layers,
-  final_layernorms,
-  final_logits,
-  global_step,
-  layernorms,
-  load_tf_ckpt,
-  mlpblock,
-  rel_embeddings,
-  separate_embeddings,
-  shared_embeddings,
-  t5_importer,
-)
+from rosetta_t5.checkpoints.formats.mesh_tf import *
 from rosetta_t5.checkpoints.restore import find_mismatches, mismatch_error
 from t5x.checkpoints import LazyAwaitableArray
 

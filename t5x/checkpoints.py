@@ -115,31 +115,19 @@ class LazyAwaitableArray(LazyArray):
     return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
 
   @classmethod
-  def from_tensor_store_spec(
-    cls, ts_spec: ts.Spec, get_fn: Callable[[], Any], dtype: Any = None
+  def from_tensor_store_spec_or_array(
+    cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
   ) -> LazyAwaitableArray:
-    """Returns the array that `ts_spec` describes; its dtype is the spec's if `dtype` is None."""
-    spec = ts_spec.to_json()
+    """Returns a lazy array that a TensorStore spec or an array describes, in its dtype if `dtype` is None."""
+    if not isinstance(maybe_ts_spec, ts.Spec):
+      return cls(maybe_ts_spec.shape, maybe_ts_spec.dtype if dtype is None else dtype, get_fn)
+    spec = maybe_ts_spec.to_json()
     on_disk = jnp.dtype(spec["dtype"] if dtype is None else dtype)
     # Version 2 of T5X's layout stored bfloat16 as its 16 bits.
     on_disk = jnp.dtype(jnp.bfloat16) if on_disk == np.uint16 else on_disk
     return cls(spec["metadata"]["shape"], on_disk, get_fn)
 
-  @classmethod
-  def from_array(
-    cls, array: np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns a lazy array with the shape of `array`, and its dtype if `dtype` is None."""
-    return cls(array.shape, array.dtype if dtype is None else dtype, get_fn)
-
-  @classmethod
-  def from_tensor_store_spec_or_array(
-    cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns a lazy array that is described by a TensorStore spec or by an array."""
-    if isinstance(maybe_ts_spec, ts.Spec):
-      return cls.from_tensor_store_spec(maybe_ts_spec, get_fn, dtype=dtype)
-    return cls.from_array(maybe_ts_spec, get_fn, dtype=dtype)
+  from_tensor_store_spec = from_array = from_tensor_store_spec_or_array
 
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
@@ -190,22 +178,21 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     **manager_options: Any,
   ):
     """Creates a checkpointer; see `OrbaxCheckpointManagerInterface` for the arguments."""
-    super().__init__(
-      checkpoints_dir,
-      train_state,
-      partitioner,
-      dataset_iterator,
-      save_dtype,
-      restore_dtype,
-      keep,
-      keep_dataset_checkpoints=keep_dataset_checkpoints,
-      **manager_options,
-    )
+    options = {**manager_options, "keep_dataset_checkpoints": keep_dataset_checkpoints}
+    dtypes = (save_dtype, restore_dtype)
+    place = (checkpoints_dir, train_state, partitioner, dataset_iterator)
+    super().__init__(*place, *dtypes, keep, **options)
     self.checkpoints_dir = os.fspath(checkpoints_dir)
 
   def all_dataset_checkpoint_steps(self) -> list[int]:
     """Returns the steps whose checkpoints have a position in the data, in ascending order."""
-    return all_dataset_checkpoint_steps(self.checkpoints_dir)
+
+    def has_position(step: int) -> bool:
+      folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
+      inside = folder / checkpoint_folders.DATASET_ITEM
+      return any(folder.glob(f"{DATASET_PREFIX}-*")) or any(inside.glob(f"{DATASET_PREFIX}-*"))
+
+    return [step for step in all_steps(self.checkpoints_dir) if has_position(step)]
 
   def save(  # type: ignore[override]
     self,
@@ -291,17 +278,10 @@ class SaveBestCheckpointer(Checkpointer):
       "keep_checkpoints_without_metrics": keep_checkpoints_without_metrics,
       "force_keep_period": force_keep_period,
     }
-    super().__init__(
-      train_state,
-      partitioner,
-      checkpoints_dir,
-      dataset_iterator,
-      keep=keep,
-      save_dtype=save_dtype,
-      restore_dtype=restore_dtype,
-      keep_dataset_checkpoints=keep_dataset_checkpoints,
-      **self._manager_options,
-    )
+    options: dict[str, Any] = {"save_dtype": save_dtype, "restore_dtype": restore_dtype}
+    options |= {"keep": keep, "keep_dataset_checkpoints": keep_dataset_checkpoints}
+    options |= self._manager_options
+    super().__init__(train_state, partitioner, checkpoints_dir, dataset_iterator, **options)
 
   def manager_options(self) -> dict[str, Any]:
     """Returns these settings as arguments of `OrbaxCheckpointManagerInterface`."""
@@ -386,14 +366,3 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
       for path in paths
     ]
     return restored[0] if len(restored) == 1 else restored
-
-
-def all_dataset_checkpoint_steps(checkpoints_dir: epath.PathLike) -> list[int]:
-  """Returns the steps whose checkpoints have a position in the data, in ascending order."""
-
-  def has_position(step: int) -> bool:
-    folder = checkpoint_folders.checkpoint_path(checkpoints_dir, step)
-    inside = folder / checkpoint_folders.DATASET_ITEM
-    return any(folder.glob(f"{DATASET_PREFIX}-*")) or any(inside.glob(f"{DATASET_PREFIX}-*"))
-
-  return [step for step in checkpoint_folders.all_steps(checkpoints_dir) if has_position(step)]

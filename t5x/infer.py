@@ -9,16 +9,9 @@ from rosetta_t5.cli import run_module
 from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.infer import infer, main
-from rosetta_t5.inference.result_files import (
-  FailFastThreadPoolExecutor,
-  merge_chunks_to_file,
-  write_inferences_to_file,
-)
-from t5x.utils import Inferences
+from rosetta_t5.inference.result_files import *
 from t5x.utils import Inferences as _Inferences
-from t5x.utils import (
-  extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
-)
+from t5x.utils import extract_tokens_and_aux_values as _extract_tokens_and_aux_values
 
 
 def update_measurement_series(series_name: str, step: int, value: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,14 +45,10 @@ from rosetta_t5.data import (
   round_vocab_size_to_multiple,
   verify_matching_vocabs,
 )
-from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.telemetry.run_files import log_model_info
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 from t5x.checkpoints import LegacyCheckpointManager
-
-if TYPE_CHECKING:
-  import tensorflow as tf
 
 
 def get_deterministic_dataset(
@@ -65,8 +61,8 @@ def get_deterministic_dataset(
   *,
   model_dir: epath.PathLike | None = None,
   start_step: int = 0,
-) -> tf.data.Dataset:
-  """Returns the batches of `get_dataset`, starting with the one for the run's next step.
+) -> Any:
+  """Returns the batches of `get_dataset`, a tf.data.Dataset, from that of the run's next step on.
 
   T5X's gin files name this function, but the published T5X does not contain it. A run that continues
   in MODEL_DIR skips the batches of its earlier steps without a stored position. Reading those again
@@ -84,23 +80,14 @@ def get_deterministic_dataset(
     start_step: the step that uses the first batch of the data.
 
   Raises:
-    ValueError: `get_dataset` cannot read the data, the data is prepared, or the last checkpoint's step
-      is before `start_step`.
+    ValueError: `get_dataset` cannot read the data, or the last checkpoint's step is before `start_step`.
   """
-  if isinstance(cfg.mixture_or_task_name, PreparedTask):
-    raise ValueError(
-      "get_deterministic_dataset reads SeqIO tasks only. Prepared data always has the same order: "
-      "leave train.get_dataset_fn out, and set SaveCheckpointConfig.save_dataset = True."
-    )
   dataset = data.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs)
   last = latest_step(model_dir) if model_dir and continue_from_last_checkpoint else None
   if last is None:
     return dataset
   if last < start_step:
-    raise ValueError(
-      f"get_deterministic_dataset.start_step must not exceed the step of the last checkpoint in "
-      f"{model_dir}, got {start_step}: set it to {last} or less."
-    )
+    raise ValueError(f"start_step must be at most {last}, the last checkpoint's, got {start_step}")
   logging.info("Dataset '%s': skipping %d batches", cfg.name, last - start_step)
   return dataset.skip(last - start_step)
 

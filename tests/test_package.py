@@ -90,15 +90,6 @@ KNOWN_DIFFERENCES = {
   "t5x.examples.t5.network.EncoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.DecoderLayer": "the same",
   "t5x.contrib.gpu.t5.network.EncoderLayer": "the same",
-  **{
-    f"t5x.config_utils.{name}": "raises an error, because Fiddle is not supported"
-    for name in (
-      "config_with_fiddle",
-      "direct_summarize_fiddle_config",
-      "prepare_to_summarize",
-      "sanitize_summary_getter",
-    )
-  },
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.parallel import PjitPartitioner
-from t5x.contrib.moe import adafactor_utils, partitioning, training_utils
+from t5x.contrib.moe import adafactor_utils, partitioning
 
 
 @pytest.mark.parametrize(
@@ -62,23 +62,7 @@ def test_a_process_reads_the_rows_of_its_devices():
   assert partitioner.get_data_layout(8).num_shards == 1
 
 
-def test_gradients_of_matching_names_are_scaled():
-  grads = {"expert": {"wi": jnp.ones(2)}, "router": jnp.ones(2)}
-  scaled = training_utils.scale_sharded_grads(grads, training_utils.match_fn(".*expert.*"), 4.0)
-  assert scaled["expert"]["wi"][0] == 4
-  assert scaled["router"][0] == 1
-  assert training_utils.scale_sharded_grads(grads, None, 4.0) is grads
-
-
 def test_adafactor_treats_experts_as_separate_parameters():
   rules = adafactor_utils.logical_factor_rules()
   names = ("expert", "expert_mlp", "unmodeled", "mlp_embed")
   assert [rules[name].name for name in names] == ["BATCH", "COLUMN", "NONE", "ROW"]
-
-
-def test_the_two_settings_of_model_parallelism_agree():
-  compute = partitioning.compute_num_model_partitions
-  assert compute(2, None) == compute(None, (1, 2, 1, 1)) == compute(2, (1, 2, 1, 1)) == 2
-  for settings in ((None, None), (2, (4,))):
-    with pytest.raises(ValueError, match="num_model_partitions, or model_parallel_submesh"):
-      compute(*settings)

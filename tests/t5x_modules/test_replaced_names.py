@@ -7,7 +7,6 @@ import sys
 import types
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 from flax.linen import partitioning as flax_partitioning
 from forked_python import python
@@ -82,17 +81,3 @@ def test_modules_are_found_under_the_names_by_which_t5xs_modules_import_them():
   assert t5x.examples.t5.network.layers is layers
   assert trainer.metrics_lib is t5x.metrics
   assert models.losses is t5x.losses
-
-
-def test_fakes_of_test_utils_make_a_model_and_data_for_users_tests():
-  first, *rest = t5x.test_utils.get_fake_tokenized_dataset().as_numpy_iterator()
-  assert len(rest) == 7
-  assert first.keys() == {f"{n}{s}" for n in ("inputs", "targets") for s in ("", "_pretokenized")}
-  assert max(first["inputs"]) < 32
-  assert t5x.test_utils.get_fake_vocab()[1].eos_id == 1
-  shapes = {"encoder_input_tokens": (1, 4), "decoder_input_tokens": (1, 4)}
-  init = t5x.test_utils.get_t5_test_model(vocab_size=32).get_initial_variables
-  variables = jax.eval_shape(lambda key: init(key, shapes), jax.random.PRNGKey(0))
-  assert variables["params"]["token_embedder"]["embedding"].shape == (32, 8)
-  cores = t5x.test_utils.make_devices(4, 4, 1)
-  assert (len(cores), cores[5].coords, cores[5].id) == (32, (0, 2, 0), 17)

@@ -21,7 +21,4 @@ class MoeEncoderDecoderModel(EncoderDecoderModel):
 class MoeDecoderOnlyModel(DecoderOnlyModel):
   """A decoder-only model whose network sows the losses of its experts (T5X)."""
 
-  @property
-  def has_experts(self) -> bool:
-    """True: the losses that layers sow are required."""
-    return True
+  has_experts = MoeEncoderDecoderModel.has_experts

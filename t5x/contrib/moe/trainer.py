@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from rosetta_t5.argument_types import NonNegative, Positive
-from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.training import Trainer, TrainState
+from rosetta_t5.argument_types import Positive
+from rosetta_t5.training import Trainer
 
 
 class MoeTrainer(Trainer):
@@ -21,37 +18,11 @@ class MoeTrainer(Trainer):
 
   def __init__(
     self,
-    model: Any,
-    train_state: TrainState,
-    partitioner: BasePartitioner,
-    eval_names: Sequence[str],
-    summary_dir: str | None,
-    train_state_axes: Any,
-    rng: jax.Array,
-    learning_rate_fn: Callable[[jax.Array], jax.Array],
-    num_microbatches: NonNegative | None,
+    *arguments: Any,
     num_expert_partitions: Positive,
     sharded_match_fn: Callable[[str], bool] | None = None,
-    weight_metrics_computer: Any = None,
-    extra_writers: Sequence[Any] = (),
+    **options: Any,
   ):
-    """Builds a `Trainer`, which describes the other arguments.
-
-    Args:
-      num_expert_partitions: exists for T5X's callers.
-      sharded_match_fn: exists for T5X's callers.
-    """
+    """Builds a `Trainer` with its arguments; `num_expert_partitions` and `sharded_match_fn` have no effect."""
     del num_expert_partitions, sharded_match_fn
-    super().__init__(
-      model,
-      train_state,
-      partitioner,
-      eval_names,
-      summary_dir,
-      train_state_axes,
-      rng,
-      learning_rate_fn,
-      num_microbatches,
-      weight_metrics_computer,
-      extra_writers,
-    )
+    super().__init__(*arguments, **options)

@@ -1,10 +1,3 @@
 """T5X's `examples.scalable_t5.network`."""
 
-from rosetta_t5.networks.scalable_t5 import (
-  Decoder,
-  DecoderLayer,
-  Encoder,
-  EncoderLayer,
-  T5Config,
-  Transformer,
-)
+from rosetta_t5.networks.scalable_t5 import *
