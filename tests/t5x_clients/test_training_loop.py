@@ -15,7 +15,6 @@ from tiny_models import Bigram, make_model, variables
 
 from t5x import (
   checkpoints,
-  config_utils,
   decoding,
   gin_utils,
   partitioning,
@@ -264,11 +263,3 @@ def test_checkpoint_steps_are_found_in_order_and_once():
   assert made == [(3, True), (4, False), (8, False), (10, True), (12, False), (14, False)]
   assert utils.find_first_checkpoint_step(0, steps, first_step=8, host_step=8) == 2
   assert utils.find_first_checkpoint_step(0, [], first_step=8, host_step=8) == 0
-
-
-def test_fiddle_is_rejected_with_an_alternative():
-  assert not config_utils.using_fdl()
-  with pytest.raises(
-    ValueError, match=r"needs Fiddle, which is not supported: configure .* with gin"
-  ):
-    config_utils.config_with_fiddle(make_model)
