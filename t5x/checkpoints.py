@@ -24,7 +24,6 @@ from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step, re
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
-from rosetta_t5.checkpoints.model_dir import populate_metrics_for_steps
 from rosetta_t5.checkpoints.restore import RestoreTransformation
 from rosetta_t5.checkpoints.saved_items import (
   DATASET_PREFIX,
@@ -34,6 +33,7 @@ from rosetta_t5.checkpoints.saved_items import (
   SaveTransformation,
   get_local_data,
   leaf_dtype,
+  populate_metrics_for_steps,
 )
 from rosetta_t5.checkpoints.saved_items import ParameterInfo as _ParameterInfo
 from rosetta_t5.parallel import BasePartitioner

@@ -19,13 +19,13 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.model_dir import exclusive_model_dir
 from rosetta_t5.checkpoints.restore import CheckpointMismatchError, find_matching_arrays
 from rosetta_t5.checkpoints.run_start import (
   SOURCE_CONFIG,
   VOCABULARIES,
   check_model,
   create_checkpoint_manager_and_restore,
+  exclusive_model_dir,
   find_start_checkpoint,
   read_source_config,
   read_start_facts,

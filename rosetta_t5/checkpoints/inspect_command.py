@@ -14,7 +14,7 @@ from rosetta_t5 import manifest
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
-from rosetta_t5.checkpoints.model_dir import PIN_FILE, is_pinned_checkpoint
+from rosetta_t5.checkpoints.saved_items import PIN_FILE, is_pinned_checkpoint
 from rosetta_t5.user_errors import printable
 
 

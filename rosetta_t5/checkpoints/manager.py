@@ -26,7 +26,6 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
 )
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
-from rosetta_t5.checkpoints.model_dir import Retention, remove_dataset_checkpoint
 from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
@@ -114,7 +113,7 @@ class OrbaxCheckpointManagerInterface:
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
     self._save_dtype, self._restore_dtype = save_dtype, restore_dtype
-    self._retention = Retention(
+    self._retention = saved_items.Retention(
       self.directory,
       keep,
       force_keep_period,
@@ -228,7 +227,7 @@ class OrbaxCheckpointManagerInterface:
       self._deleter.submit(self._delete_removed)
       for step in self._steps[: -self._keep_dataset] if self._keep_dataset else ():
         folder = checkpoint_folders.checkpoint_path(self.directory, step)
-        remove_dataset_checkpoint(folder, saved_items.DATASET_PREFIX)
+        saved_items.remove_dataset_checkpoint(folder, saved_items.DATASET_PREFIX)
 
   def close(self) -> None:
     """Waits for the running save and ends the background threads."""

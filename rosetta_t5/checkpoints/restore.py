@@ -20,11 +20,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   as_stored_array,
   start_device_transfer,
 )
-from rosetta_t5.checkpoints.arrays.parameter_trees import (
-  OPTIMIZER_STATE,
-  TreeError,
-  convert_tree,
-)
+from rosetta_t5.checkpoints.arrays.parameter_trees import TreeError, convert_tree
 from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
@@ -36,6 +32,7 @@ RestoreTransformation = Callable[..., Any]
 _MAX_BYTES = 2 << 30
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 _FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
+_OPTIMIZER_STATE = "state/param_states/"
 _MAX_ROWS = 20
 
 _log = logging.getLogger(__name__)
@@ -169,7 +166,7 @@ def find_matching_arrays(
 
 def _is_optimizer_state(name: str) -> bool:
   """Returns whether an array of a train state belongs to the optimizer."""
-  return name.startswith(OPTIMIZER_STATE)
+  return name.startswith(_OPTIMIZER_STATE)
 
 
 def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Mismatch]:
@@ -215,13 +212,16 @@ def _find_restorable(
   only_state_differs = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
   if has_state and only_state_differs and not allow_missing:
     _log.warning(
-      f"checkpoint {path} was written with a different OPTIMIZER: its optimizer state is not used, and "
-      f"this run's optimizer state is initialized\n{_table(mismatches)}"
+      f"checkpoint {path} was written with a different OPTIMIZER, or with layers that were stacked otherwise: "
+      f"its optimizer state is not used, and this run's is initialized\n{_table(mismatches)}"
     )
     return {name for name in expected if not _is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   # What is initialized wherever the checkpoint differs.
-  initialized = (*_FP8_COLLECTIONS, *((OPTIMIZER_STATE,) if allow_missing or not has_state else ()))
+  initialized = (
+    *_FP8_COLLECTIONS,
+    *((_OPTIMIZER_STATE,) if allow_missing or not has_state else ()),
+  )
   initialized += () if has_state else ("state/step",)
   refused = [
     m for m in mismatches if not (m.name.startswith(initialized) or allowed.get(m.problem))

@@ -1,12 +1,16 @@
-"""How a run begins: it finds its checkpoint, compares the vocabularies and settings, and restores the state."""
+"""How a run begins: it locks MODEL_DIR, finds its checkpoint, compares the model with it, and restores the state."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import inspect
 import logging
 import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -46,10 +50,69 @@ VOCABULARIES = "vocabularies"
 SOURCE_CONFIG = "source_config"
 # Fields that a run may choose: precision, and how full experts may be. Tables are compared by their shapes.
 _FREE = ("vocab_size", "max_length", "float32_attention_logits", "expert_capacity", "route_padding")
+LOCK_FILE = "run.lock"
 # How long a process waits for another one that reads more, or from a slower disk.
 _TIMEOUT_S = 3600.0
 
 _log = logging.getLogger(__name__)
+
+
+def exclusive_model_dir(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Decorates a function with an argument `model_dir` so that it locks that folder while it runs."""
+  signature = inspect.signature(function)
+
+  @functools.wraps(function)
+  def run(*args: Any, **kwargs: Any) -> Any:
+    with lock_model_dir(signature.bind(*args, **kwargs).arguments["model_dir"]):
+      return function(*args, **kwargs)
+
+  # Gin inspects the arguments in a way that does not follow `__wrapped__`.
+  run.__signature__ = signature  # type: ignore[attr-defined]
+  return run
+
+
+@contextlib.contextmanager
+def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
+  """Locks `model_dir` for this run inside a `with` statement. All processes of a run share the lock.
+
+  The operating system releases the lock when process 0 ends, however it ends. Folders in the cloud
+  and file systems without locks are not locked.
+
+  Raises:
+    ValueError: another run holds the lock, or the folder cannot be written to. All processes raise it.
+  """
+  refusal, path = "", epath.Path(model_dir) / LOCK_FILE
+  with contextlib.ExitStack() as stack:
+    if jax.process_index() == 0 and "://" not in os.fspath(model_dir):
+      try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        refusal = _lock(stack.enter_context(open(path, "a+")))
+      except OSError as error:
+        refusal = (
+          f"cannot be written to ({error}): set it to a writable folder with space for checkpoints"
+        )
+    if refusal := broadcast_text(refusal, f"run lock {model_dir}", _TIMEOUT_S):
+      raise ValueError(f"MODEL_DIR {os.fspath(model_dir)} {refusal} (--gin.MODEL_DIR=\"'...'\")")
+    yield
+
+
+def _lock(file: Any) -> str:
+  """Locks a file until it is closed, and writes the process into it; returns why it cannot, or ""."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    file.seek(0)
+    return (
+      f"is in use by another training run: {file.read().strip()}. Wait until that run ends, stop it, or "
+      "give this run its own folder"
+    )
+  except OSError as error:  # as on a Lustre that is mounted without flock
+    _log.warning("MODEL_DIR is not locked: %s", error.strerror)
+  since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+  file.truncate(0)
+  file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+  file.flush()
+  return ""
 
 
 def find_start_checkpoint(

@@ -94,35 +94,6 @@ def test_a_part_of_a_layer_is_read_from_the_stacked_array():
   np.testing.assert_array_equal(part.read((slice(0, 1), slice(1, 3))), whole.get()[0:1, 2, 1:3])
 
 
-def test_adafactor_means_are_stacked_on_the_layers_axis():
-  kernel = np.zeros((16, 24), np.float32)
-  rows, columns = np.arange(16, dtype=np.float32), np.arange(24, dtype=np.float32)
-  plain = {}
-  for layer in range(3):
-    name = f"encoder/layers_{layer}/mlp/wi_0/kernel"
-    plain[f"target/{name}"] = as_stored_array(kernel)
-    plain[f"state/param_states/{name}/v_row"] = as_stored_array(rows + 100 * layer)
-    plain[f"state/param_states/{name}/v_col"] = as_stored_array(columns + 100 * layer)
-    plain[f"state/param_states/{name}/m"] = as_stored_array(np.zeros(1, np.float32))
-  scanned = "encoder/encoder/mlp/wi_0/kernel"
-  expected = {
-    f"target/{scanned}": as_stored_array(np.zeros((16, 3, 24), np.float32)),
-    f"state/param_states/{scanned}/v_row": as_stored_array(np.zeros((16, 3), np.float32)),
-    f"state/param_states/{scanned}/v_col": as_stored_array(np.zeros((3, 24), np.float32)),
-    f"state/param_states/{scanned}/m": as_stored_array(np.zeros(1, np.float32)),
-  }
-  there = convert_tree(plain, expected)
-  assert {n: x.shape for n, x in there.items()} == {n: x.shape for n, x in expected.items()}
-  means = there[f"state/param_states/{scanned}/v_row"].get()
-  np.testing.assert_array_equal(means, rows[:, None] + 100 * np.arange(3))
-  means = there[f"state/param_states/{scanned}/v_col"].get()
-  np.testing.assert_array_equal(means, columns + 100 * np.arange(3)[:, None])
-  back = convert_tree(there, plain)
-  assert {n: x.get().tolist() for n, x in back.items()} == {
-    n: x.get().tolist() for n, x in plain.items()
-  }
-
-
 PARTITIONER = PjitPartitioner(num_partitions=2)
 
 
@@ -147,7 +118,7 @@ def test_a_scalable_checkpoint_with_equal_biases_restores_into_the_plain_model(t
   saver.close()
 
   into_scanned = initializer(SCANNED)
-  # The optimizer's state of such a small model is factored in one tree only, so it is initialized.
+  # The optimizer's state is not converted.
   fresh = tiny_models.make_state(SCANNED).state_dict()
   scanned = manager(tmp_path / "plain", into_scanned).restore(fallback_state=fresh)
   assert int(scanned.step) == 7

@@ -14,7 +14,7 @@ from tiny_state import Tiny
 
 from rosetta_t5.checkpoints import CheckpointSaveError, all_steps, latest_step, read_run_facts
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
-from rosetta_t5.checkpoints.model_dir import pin_checkpoint
+from rosetta_t5.checkpoints.saved_items import pin_checkpoint
 
 
 def assert_equal_states(got, expected):

@@ -16,12 +16,11 @@ from rosetta_t5.checkpoints import (
   all_steps,
   create_orbax_checkpoint_manager,
   exclusive_model_dir,
-  model_dir,
+  saved_items,
 )
-from rosetta_t5.checkpoints.model_dir import (
-  LOCK_FILE,
+from rosetta_t5.checkpoints.run_start import LOCK_FILE, lock_model_dir
+from rosetta_t5.checkpoints.saved_items import (
   Retention,
-  lock_model_dir,
   pin_checkpoint,
   populate_metrics_for_steps,
 )
@@ -29,7 +28,7 @@ from t5x.checkpoints import SaveBestCheckpointer
 
 HOLDER = """
 import sys, time
-from rosetta_t5.checkpoints.model_dir import lock_model_dir
+from rosetta_t5.checkpoints.run_start import lock_model_dir
 with lock_model_dir(sys.argv[1]):
   print("held", flush=True)
   time.sleep(600)
@@ -92,20 +91,20 @@ def make(folder):
 
 def test_a_pinned_checkpoint_is_not_removed_until_it_is_unpinned(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
-  model_dir.pin_checkpoint(folder)
-  assert model_dir.is_pinned_checkpoint(folder)
-  model_dir.remove_checkpoint_dir(folder)
-  model_dir.remove_dataset_checkpoint(folder, "train_ds")
+  saved_items.pin_checkpoint(folder)
+  assert saved_items.is_pinned_checkpoint(folder)
+  saved_items.remove_checkpoint_dir(folder)
+  saved_items.remove_dataset_checkpoint(folder, "train_ds")
   assert (folder / "dataset/train_ds-000-of-001").exists()
-  model_dir.unpin_checkpoint(folder)
-  model_dir.remove_checkpoint_dir(folder)
+  saved_items.unpin_checkpoint(folder)
+  saved_items.remove_checkpoint_dir(folder)
   assert not folder.exists()
-  model_dir.remove_checkpoint_dir(folder)
+  saved_items.remove_checkpoint_dir(folder)
 
 
 def test_only_dataset_positions_are_removed_from_either_layout(tmp_path):
   folder = make(tmp_path / "checkpoint_1")
-  model_dir.remove_dataset_checkpoint(folder, "train_ds")
+  saved_items.remove_dataset_checkpoint(folder, "train_ds")
   assert sorted(path.name for path in folder.rglob("*")) == ["checkpoint", "dataset"]
 
 

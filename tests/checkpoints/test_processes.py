@@ -14,7 +14,7 @@ from forked_python import python
 from tiny_state import Tiny, write_older_layout
 
 from rosetta_t5.checkpoints import all_steps, read_run_facts
-from rosetta_t5.checkpoints.model_dir import lock_model_dir
+from rosetta_t5.checkpoints.run_start import lock_model_dir
 
 
 def two_processes(folder: pathlib.Path, what: str) -> tuple[list[int], list[str]]:

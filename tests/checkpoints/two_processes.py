@@ -54,7 +54,7 @@ def restart(folder: pathlib.Path) -> None:
     create_checkpoint_manager_and_restore,
     find_start_checkpoint,
   )
-  from rosetta_t5.checkpoints.model_dir import lock_model_dir
+  from rosetta_t5.checkpoints.run_start import lock_model_dir
 
   setup, save_cfg = split_setup(), SaveCheckpointConfig(period=1)
   with lock_model_dir(folder):

@@ -7,8 +7,6 @@ heads, kv], and one bias per layer.
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -35,15 +33,12 @@ _LAYER_BIAS = re.compile(r"(.*/(encoder|decoder)/)layers_(\d+)/(relpos_bias/.*)"
 # The axis on which T5X stacks layers by default (T5Config.param_scan_axis).
 SCAN_AXIS = 1
 
-_log = logging.getLogger(__name__)
-
-_SCANNED = re.compile(r"(.*/)(encoder|decoder)/(?:\2|layers)/(.+)")
-_LAYER = re.compile(r"(.*/)(encoder|decoder)/layers_(\d+)/(.+)")
-_SHARED_BIAS = re.compile(r"(.*/)(encoder|decoder)/(relpos_bias/.+)")
-_HEADS_KERNEL = re.compile(r".*/(query|key|value|out)/kernel(/\w+)?")
+_SCANNED = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/(?:\2|layers)/(.+)")
+_LAYER = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/layers_(\d+)/(.+)")
+_SHARED_BIAS = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/(relpos_bias/.+)")
+_HEADS_KERNEL = re.compile(r"target/.*/(query|key|value|out)/kernel")
 # The first name of the bias in T5X's scalable T5.
 _OLD_BIAS = "relative_posemb/"
-OPTIMIZER_STATE = "state/param_states/"
 
 
 def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +60,10 @@ class TreeError(ValueError):
 def convert_tree(
   arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
-  """Returns `arrays` under the names and shapes of `expected` wherever the values are the same.
+  """Returns `arrays` with the parameters under the names and shapes of `expected`, with the same values.
 
-  An array that cannot be converted keeps its name and shape, so that a comparison shows it.
+  A parameter that cannot be converted keeps its name and shape, so that a comparison shows it. So does
+  the optimizer's state.
 
   Args:
     arrays: the arrays of a checkpoint, by flat name.
@@ -78,44 +74,28 @@ def convert_tree(
   """
   if _is_same_tree(arrays, expected):
     return dict(arrays)
-  unstacked = unstack_layers(arrays)
-  model_scan_axis = scan_axis(expected)
+  unstacked, axis = unstack_layers(arrays), scan_axis(expected)
   converted, used = {}, set()
   for name, leaf in expected.items():
-    sources = _find_sources(name, unstacked)
-    if not sources:
-      continue
-    is_scanned = _SCANNED.fullmatch(name) is not None
-    axis = _layer_axis(name, leaf, expected, model_scan_axis) if is_scanned else None
-    converted[name] = _assemble(name, leaf, [unstacked[source] for source in sources], axis)
-    used.update(sources)
-  _log.info("the checkpoint has a different parameter tree from the model's and is converted")
+    if sources := _find_sources(name, unstacked):
+      parts = [unstacked[source] for source in sources]
+      converted[name] = _assemble(name, tuple(leaf.shape), parts, axis)
+      used.update(sources)
   return {**{name: array for name, array in unstacked.items() if name not in used}, **converted}
 
 
 def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
-  """Returns arrays with a separate name for each layer's part (`encoder/layers_0/…`).
-
-  Optimizer state that has no recognizable layer axis keeps its name.
-  """
+  """Returns arrays with a separate name for each layer's part of a parameter (`encoder/layers_0/…`)."""
   unstacked: dict[str, StoredArray] = {}
   axis = scan_axis(arrays)
   for name, array in arrays.items():
     current_name = name.replace(_OLD_BIAS, "relpos_bias/")
-    match = _SCANNED.fullmatch(current_name)
-    if match is None:
-      unstacked[current_name] = array
-      continue
-    prefix, side, rest = match.groups()
-    parameter = _parameter_of(name, arrays) if _is_placeholder(name, array) else None
-    if parameter is not None:
-      parts = [array] * parameter.shape[axis]
-    elif (layer_axis := _layer_axis(name, array, arrays, axis)) is not None:
-      parts = [index_axis(array, layer_axis, n) for n in range(array.shape[layer_axis])]
+    if (match := _SCANNED.fullmatch(current_name)) and array.ndim > axis:
+      prefix, side, rest = match.groups()
+      for n in range(array.shape[axis]):
+        unstacked[f"{prefix}{side}/layers_{n}/{rest}"] = index_axis(array, axis, n)
     else:
-      unstacked[name] = array
-      continue
-    unstacked |= {f"{prefix}{side}/layers_{n}/{rest}": part for n, part in enumerate(parts)}
+      unstacked[current_name] = array
   return unstacked
 
 
@@ -169,45 +149,6 @@ def _is_same_tree(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
   )
 
 
-def _layer_axis(name: str, leaf: Any, tree: Mapping[str, Any], axis: int) -> int | None:
-  """Returns which axis of a stacked leaf is the layers' axis; None if it cannot be determined.
-
-  An optimizer's state has all axes of its parameter or, where Adafactor stores means, some of them.
-
-  Args:
-    tree: the tree that contains the leaf and its parameter.
-    axis: the layers' axis in parameters.
-  """
-  if not name.startswith(OPTIMIZER_STATE):
-    return axis if len(leaf.shape) > axis else None
-  parameter = _parameter_of(name, tree)
-  if parameter is None:
-    return None
-  shape, dims = tuple(leaf.shape), tuple(parameter.shape)
-  candidates = {
-    kept.index(axis)
-    for kept in itertools.combinations(range(len(dims)), len(shape))
-    if axis in kept and shape == tuple(dims[dim] for dim in kept)
-  }
-  return candidates.pop() if len(candidates) == 1 else None
-
-
-def _is_placeholder(name: str, leaf: Any) -> bool:
-  """Returns whether a leaf is the single zero that Adafactor has where it stores no state."""
-  return name.startswith(OPTIMIZER_STATE) and math.prod(leaf.shape) == 1
-
-
-def _parameter_of(name: str, arrays: Mapping[str, Any]) -> Any:
-  """Returns the parameter to which an optimizer's state belongs, or None.
-
-  Adafactor's state is `…/PARAMETER/v`, that of optax `…/0/mu/PARAMETER`.
-  """
-  inner = name.removeprefix(OPTIMIZER_STATE)
-  parts = inner.split("/")
-  candidates = [inner.rpartition("/")[0], *("/".join(parts[n:]) for n in range(len(parts)))]
-  return next((arrays[f"target/{c}"] for c in candidates if f"target/{c}" in arrays), None)
-
-
 def _find_sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str]:
   """Returns the names of the stored arrays that make up the model's array `name`.
 
@@ -238,15 +179,16 @@ def _num_layers(arrays: Mapping[str, Any], prefix: str, side: str) -> int:
   return max(numbers, default=-1) + 1
 
 
-def _assemble(name: str, leaf: Any, sources: list[StoredArray], axis: int | None) -> StoredArray:
-  """Returns the array of the model's `name`; `axis` is the layers' axis, None if it is not stacked."""
-  shape = tuple(leaf.shape)
-  if axis is not None:
+def _assemble(
+  name: str, shape: tuple[int, ...], sources: list[StoredArray], axis: int
+) -> StoredArray:
+  """Returns the array of the model's `name`; `axis` is the layers' axis of stacked parameters."""
+  if _SCANNED.fullmatch(name):
     inner = shape[:axis] + shape[axis + 1 :]
     parts = [_reshape_heads(name, source, inner) for source in sources]
     # Layers of another shape are left as they are, so that the comparison shows them.
     return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
-  if len(sources) > 1 and name.startswith("target/"):
+  if len(sources) > 1:
     _check_biases_are_equal(name, sources)
   return _reshape_heads(name, sources[0], shape)
 
