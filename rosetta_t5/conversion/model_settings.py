@@ -48,9 +48,7 @@ class ModelSettings:
 
 
 def read_model_settings(
-  path: epath.PathLike,
-  arrays: Mapping[str, StoredArray],
-  config: epath.PathLike | None = None,
+  path: epath.PathLike, arrays: Mapping[str, StoredArray], config: epath.PathLike | None = None
 ) -> ModelSettings:
   """Returns the settings of a checkpoint's model.
 

@@ -48,10 +48,7 @@ class ConversionError(RuntimeError):
 
 
 def verify(
-  source: Arrays,
-  path: epath.PathLike,
-  folder: epath.PathLike,
-  settings: ModelSettings,
+  source: Arrays, path: epath.PathLike, folder: epath.PathLike, settings: ModelSettings
 ) -> str:
   """Checks that the model in a folder is the source's, and returns a sentence about the check.
 

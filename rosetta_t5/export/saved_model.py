@@ -123,7 +123,8 @@ def save(
   state, _ = checkpoints.restore_for_inference(
     model, restore_checkpoint_cfg, partitioner, task_feature_lengths
   )
-  params = jax.tree.map(np.asarray, unfreeze(state.params))
+  # safetensors requires arrays in C's order.
+  params = jax.tree.map(functools.partial(np.asarray, order="C"), unfreeze(state.params))
   with complete_folder(folder) as unfinished:
     converter = model.FEATURE_CONVERTER_CLS(pack=False)
     rows: Any = batch_size or jax.export.symbolic_shape("b")[0]
@@ -284,18 +285,14 @@ def ExportableModule(
     )(call)
 
   class Exportable(tf.Module):  # type: ignore[name-defined]
-    """TensorFlow saves everything that this module references."""
-
-    def __init__(self) -> None:
-      super().__init__()
-      self.params = tf.nest.flatten(variables)
-      # The tables and files of a task's preprocessors.
-      functions = (preproc_tf_fn, postproc_tf_fn)
-      self.resources = [getattr(function, "trackable_resources", None) for function in functions]
-
     __call__ = tf.function(lambda self, *inputs: call(*inputs), autograph=False)
 
-  return Exportable()
+  # TensorFlow saves everything that a module references, such as the tables and files of a task's preprocessors.
+  module: Any = Exportable()
+  module.params = tf.nest.flatten(variables)
+  resources = "trackable_resources"
+  module.resources = [getattr(fn, resources, None) for fn in (preproc_tf_fn, postproc_tf_fn)]
+  return module
 
 
 def write_warmup_examples(

@@ -122,5 +122,5 @@ def test_damaged_values_are_reported(tmp_path):
   shutil.copytree(FOLDER, tmp_path / "copy")
   data = tmp_path / "copy/model.ckpt-1000.data-00000-of-00001"
   data.write_bytes(bytes(len(data.read_bytes())))
-  with pytest.raises(ValueError, match=r"shared/embedding in \S+ is damaged: "):
+  with pytest.raises(ValueError, match=r"model\.ckpt-1000 is damaged: "):
     mesh_tf.load_tf_ckpt(tmp_path / "copy")["shared/embedding"].get()

@@ -78,6 +78,7 @@ def test_routing_and_auxiliary_losses_are_those_of_transformers(ours, by_torch):
     assert ours[1][name] == pytest.approx(float(by_torch[name]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_and_config_are_the_same_after_a_conversion_to_t5x_and_back(tmp_path):
   checkpoint = convert(SWITCH, tmp_path / "t5x", "t5x", report=lambda _: None)
   config = SWITCH / "config.json"

@@ -181,8 +181,7 @@ def load_tf_ckpt(path: epath.PathLike) -> dict[str, LazyArray]:
       with lock:
         return function(argument)
     except (tf.errors.OpError, IndexError, RuntimeError) as error:
-      what = prefix if argument == prefix else f"{argument} in {prefix}"
-      raise ValueError(f"{what} is damaged: {error}") from error
+      raise ValueError(f"{prefix} is damaged: {error}") from error
 
   reader = call(tf.train.load_checkpoint, prefix)
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()

@@ -130,7 +130,11 @@ def write_orbax(folder: epath.PathLike, arrays: Mapping[str, StoredArray]) -> No
   state = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=handlers)
   save_args = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
   tree, tree_args = map(state_dicts.unflatten_state_dict, (arrays, save_args))
-  with ocp.Checkpointer(ocp.CompositeCheckpointHandler(state=state)) as checkpointer:
+  with ocp.Checkpointer(
+    ocp.CompositeCheckpointHandler(state=state),
+    # Written in place: the caller renames the folder, and removes it after an error.
+    temporary_path_class=ocp.path.atomicity.CommitFileTemporaryPath,
+  ) as checkpointer:
     item = ocp.args.PyTreeSave(tree, save_args=tree_args)
     checkpointer.save(epath.Path(folder).absolute(), ocp.args.Composite(state=item))
 

@@ -210,10 +210,7 @@ def make_config_and_weights(
 
 
 def write(
-  folder: epath.PathLike,
-  weights: Arrays,
-  config: Config,
-  tokenizer: epath.PathLike | None = None,
+  folder: epath.PathLike, weights: Arrays, config: Config, tokenizer: epath.PathLike | None = None
 ) -> None:
   """Writes the weights (in shards if they are large), config.json and a tokenizer's files.
 

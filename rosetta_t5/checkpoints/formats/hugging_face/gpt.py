@@ -177,9 +177,8 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
     start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  for name in _unsupported_biases(
-    family, name_tables.count_layers(arrays, "target/decoder/layers_")
-  ):
+  layers = name_tables.count_layers(arrays, "target/decoder/layers_")
+  for name in _unsupported_biases(family, layers):
     size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
     arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
@@ -222,11 +221,7 @@ def _scales_queries(network: TransformerConfig) -> bool:
 
 
 def make_config(
-  arrays: Arrays,
-  network: TransformerConfig,
-  family: str,
-  source_config: Config,
-  ids_are_shifted: bool,
+  arrays: Arrays, network: TransformerConfig, family: str, source_config: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in the plain tree.
 
@@ -235,7 +230,7 @@ def make_config(
     network: the settings of the network.
     family: 'gpt2' or 'gpt_neo'.
     source_config: the config.json that the model came with; or {}.
-    ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
+    is_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
 
   Raises:
     ValueError: the family does not support the config, or the config does not match these weights.
@@ -243,7 +238,7 @@ def make_config(
   _check_network(arrays, network, family)
   return {
     **(_attention_types(network) if family == "gpt_neo" else {}),
-    **_vocabulary_entries(arrays[EMBEDDING], ids_are_shifted, source_config),
+    **_vocabulary_entries(arrays[EMBEDDING], source_config, is_shifted),
     "activation_function": name_tables.their_activation(network.mlp_activations[0]),
     "layer_norm_epsilon": network.norm_epsilon,
     "tie_word_embeddings": True,
@@ -275,14 +270,14 @@ def _attention_types(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _vocabulary_entries(
-  table: StoredArray, ids_are_shifted: bool, source_config: Config
+  table: StoredArray, source_config: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the vocabulary size and the special tokens in config.json.
 
   If training has changed our row 0, which starts texts, it becomes a token of its own, the last one.
   """
   size = table.shape[0]
-  if not ids_are_shifted:
+  if not is_shifted:
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     return {"vocab_size": size, PADDING_IS_TOKEN_0: True, **ids}
   end = source_config.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)

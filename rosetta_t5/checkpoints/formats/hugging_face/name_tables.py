@@ -87,10 +87,7 @@ def from_transformers(weights: Arrays, table: Table, family: str) -> dict[str, S
       experts[names[0]][int(numbers["e"])] = array
       continue
     for part, ours in enumerate(names):
-      whole = len(names) == 1
-      arrays[ours] = (
-        array if whole else lazy_arrays.slice_axis(array, -1, part * size, (part + 1) * size)
-      )
+      arrays[ours] = lazy_arrays.slice_axis(array, -1, part * size, (part + 1) * size)
   for name, parts in experts.items():
     arrays[name] = lazy_arrays.stack([parts[number] for number in sorted(parts)], 0)
   return arrays

@@ -76,11 +76,9 @@ def _weight_table(family: str) -> list[WeightMapping]:
     norm = (f"target/{side}/{side}_norm/scale",)
     table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm, is_required=False))
     theirs, ours = f"{side}.block.{{n}}.layer", f"target/{side}/layers_{{n}}"
-    for number, name in enumerate(norms):
-      scales = (f"{ours}/{name}/scale",)
-      table.append(WeightMapping(f"{theirs}.{number}.layer_norm.weight", scales))
     last = f"{len(norms) - 1}.{mlp}"
-    required = {
+    required = {f"{number}.layer_norm": f"{name}/scale" for number, name in enumerate(norms)}
+    required |= {
       f"{their_block}.{letter}": f"{our_block}/{name}/kernel"
       for their_block, our_block in _ATTENTIONS[side].items()
       for letter, name in ATTENTION_MATRICES.items()
@@ -272,11 +270,7 @@ def has_own_biases(arrays: Arrays) -> bool:
 
 
 def make_config(
-  arrays: Arrays,
-  network: T5Config,
-  family: str,
-  source_config: Config,
-  ids_are_shifted: bool,
+  arrays: Arrays, network: T5Config, family: str, source_config: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in T5X's plain tree.
 
@@ -285,7 +279,7 @@ def make_config(
     network: the settings of the network.
     family: one of FAMILIES.
     source_config: the config.json that the model came with; or {}.
-    ids_are_shifted: not used.
+    is_shifted: not used.
 
   Raises:
     ValueError: Transformers has no name for the activations, or not the model's experts.

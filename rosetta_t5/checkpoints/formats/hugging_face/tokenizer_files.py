@@ -94,14 +94,13 @@ def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
   end_id = config["eos_token_id"]
   start_id = config.get("bos_token_id", end_id)
   start, end = pieces.get(start_id, _START), pieces.get(end_id)
-  flags = dict.fromkeys(("normalized", "lstrip", "rstrip", "single_word"), False)
   about = {
     "tokenizer_class": "GPT2Tokenizer",
     "bos_token": start,
     "eos_token": end,
     "unk_token": end,
     "add_bos_token": True,
-    "added_tokens_decoder": {str(start_id): {"content": start, "special": True, **flags}},
+    "added_tokens_decoder": {str(start_id): {"content": start, "special": True}},
   }
   (root / _CONFIG).write_text(json.dumps(about, indent=2))
   if start_id not in (*pieces, end_id):
