@@ -125,7 +125,7 @@ def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, mon
     ("check empty", 2, "the gin files configure no run"),
     ("check --gin.TRAIN_STEPS=3", 2, "the gin files configure no run"),
     ("plan empty --devices 8", 2, "the gin files configure no run"),
-    ("report loop", 1, "loop does not exist: give the MODEL_DIR of a training run"),
+    ("report loop", 1, "loop contains no metrics of a run: give a MODEL_DIR"),
     ("check binary", 2, "binary cannot be read as a gin file"),
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),

@@ -213,7 +213,7 @@ def test_rows_are_read_as_in_training(echo_model, tmp_path, capfd, name, content
   assert [row["inputs"] for row in rows] == expected
   with pytest.raises(SystemExit):
     infer("unused", "--input", path)
-  assert "have columns, which need a template for the model's input" in capfd.readouterr().err
+  assert "have columns: give the model's input" in capfd.readouterr().err
 
 
 def test_results_are_written_as_utf_8_whatever_the_locale(echo_model, tmp_path, monkeypatch):
@@ -294,7 +294,10 @@ def test_the_n_best_predictions_have_scores_the_best_first(
     ("--gin.train_script.train.eval_steps=3", "train_script.train.eval_steps has no effect: this"),
     ("--gin.utils.DatasetConfig.batch_size=3", "utils.DatasetConfig.batch_size has no effect: "),
     ("--gin.decoding.beam_search.alpha=0.0", "refer to it (models.EncoderDecoderModel.decode_fn"),
-    ("--gin.infer.mode='score'", "has no effect with --model_dir, whose model alone gin configur"),
+    (
+      "--gin.infer.mode='score'",
+      "has no effect with --model_dir: give --mode and the other options",
+    ),
     ("--repetition_penalty=0", "must be a number greater than 0, got '0'"),
   ],
 )
@@ -321,7 +324,7 @@ def test_decoding_options_change_predictions_and_are_recorded(model_dir, tmp_pat
   ("arguments", "text"),
   [
     (["--template", "{title}"], "Line 1 of the input cannot be used: no column 'title' among"),
-    ([], "have columns, which need a template for the model's input: give --template"),
+    ([], "have columns: give the model's input, such as --template"),
     (
       ["--input", "nothing.txt"],
       "error: nothing.txt: No such file or directory",

@@ -107,9 +107,8 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     optimizer: the optimizer; AdamW by default.
   """
   started = time.perf_counter()
-  names = {"fuse_qkv_params": "fuse_qkv", "attention_kernel": "kernel", "remat_policy": "remat"}
-  fields = {field: getattr(args, name) for field, name in names.items()}
-  module = Transformer(model_config(args.size, dtype=args.dtype, **fields))
+  switches = {"dtype": args.dtype, "attention_kernel": args.kernel, "remat_policy": args.remat}
+  module = Transformer(model_config(args.size, fuse_qkv_params=args.fuse_qkv, **switches))
   optimizer = optimizer or OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01))
   fp8 = choose_fp8(TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate))
   chunk = args.loss_chunk

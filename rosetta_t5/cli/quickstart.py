@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from rosetta_t5 import checkpoints, terminal
 from rosetta_t5.config.launch import read_macros
 from rosetta_t5.data import quickstart_data
-from rosetta_t5.distributed import RunInterrupted
 
 PRETRAIN = "gin/examples/quickstart.gin"
 FINETUNE = "gin/examples/quickstart_dates.gin"
@@ -35,8 +34,8 @@ def main(argv: Sequence[str] = ()) -> int:
     argv: further arguments of both training commands, such as --gin.network.T5Config.emb_dim=256.
       --gin.TRAIN_STEPS and --gin.MODEL_DIR are those of the pretraining.
 
-  Returns:
-    The exit status of the training command that failed, or 0.
+  Raises:
+    SystemExit: one of them has failed, and has printed the error.
   """
   terminal.continue_without_output()
   text = quickstart_data.prepare()
@@ -45,8 +44,7 @@ def main(argv: Sequence[str] = ()) -> int:
     f"Text: {text['characters'] / 1e6:.1f} MB of the {text['source']}, in "
     f"{os.path.relpath(quickstart_data.data_folder())}"
   )
-  if status := _train("Pretraining", PRETRAIN, argv):
-    return status
+  _train("Pretraining", PRETRAIN, argv)
   macros = read_macros(["rosetta-t5", f"--gin_file={PRETRAIN}", *argv], ["MODEL_DIR"])
   pretrained = pathlib.Path(macros["MODEL_DIR"])
   finetuned = pretrained.with_name(f"{pretrained.name}_dates")
@@ -56,8 +54,7 @@ def main(argv: Sequence[str] = ()) -> int:
     f"--gin.TRAIN_STEPS={step + _FINETUNE_STEPS}",
     f"--gin.MODEL_DIR='{finetuned}'",
   )
-  if status := _train("Finetuning", FINETUNE, [*argv, *changes]):
-    return status
+  _train("Finetuning", FINETUNE, [*argv, *changes])
   _say(
     "",
     *_prediction_lines(finetuned / "inference_eval"),
@@ -70,21 +67,14 @@ def main(argv: Sequence[str] = ()) -> int:
   return 0
 
 
-def _train(what: str, gin_file: str, options: Sequence[str]) -> int:
-  """Trains as the training command does, and returns its exit status."""
+def _train(what: str, gin_file: str, options: Sequence[str]) -> None:
+  """Trains as the training command does."""
   from rosetta_t5 import train
 
   arguments = [f"--gin_file={gin_file}", *options]
   words = (f'"{word}"' if "'" in word else shlex.quote(word) for word in arguments)
   _say(f"\n{what} with this command:", f"  python -m t5x.train {' '.join(words)}", "")
-  try:
-    train.main(["rosetta-t5 train", *arguments])
-  except RunInterrupted:
-    raise
-  except SystemExit as end:
-    _say("", f"{what} ended with exit status {end.code}; see the error above.")
-    return int(end.code or 0)
-  return 0
+  train.main(["rosetta-t5 train", *arguments])
 
 
 def _prediction_lines(folder: pathlib.Path) -> list[str]:

@@ -18,9 +18,7 @@ from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
 
 _DATA = ("infer_eval_dataset_cfg", "train_eval_dataset_cfg", "train_dataset_cfg")
-_SOURCES = (
-  "MODEL_DIR of a run, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub"
-)
+_SOURCES = "MODEL_DIR, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub"
 _INPUTS = "the column of the inputs, or a template: 'question: {question}'"
 _TARGETS = "the column of the targets, or a template"
 _LENGTHS = "inputs=512,targets=128"
@@ -80,18 +78,9 @@ def check_arguments(parser: argparse.ArgumentParser) -> None:
 def inspect_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 inspect`."""
   add = parser.add_argument
-  add(
-    "data",
-    nargs="+",
-    help="a task or mixture; gin files; the MODEL_DIR of a run; a folder of prepared data; or a file of "
-    "text, jsonl, csv, tsv, parquet or arrow",
-  )
+  add("data", nargs="+", help="a task, gin files, a MODEL_DIR, prepared data, or a file of rows")
   add("--split", default="train", help="the split of the data (default: train)")
-  add(
-    "--lengths",
-    type=terminal.feature_lengths,
-    help=f"tokens of each feature (default: those of the run or the gin files, or {_LENGTHS})",
-  )
+  add("--lengths", type=terminal.feature_lengths, help=f"of features, such as {_LENGTHS}")
   add("--batches", type=positive_integer, default=4, help="batches to read (default: 4)")
   add("--batch-size", type=positive_integer, default=8, help="rows of a batch (default: 8)")
   add("--examples", type=int, default=2, help="examples to show as text (default: 2)")
@@ -134,8 +123,9 @@ def _eval(options: argparse.Namespace) -> int:
   folder, batches = cfg.split, int(run.get("eval_steps") or 0)
   if options.file is not None:
     like = data.find_task_or_mixture(cfg) if cfg.name else None
-    columns = (options.inputs, options.targets, options.metrics)
-    folder = data.task_on_rows(options.file, like, run["model"].output_vocabulary, *columns)
+    columns = {name: getattr(options, name) for name in ("inputs", "targets", "metrics")}
+    given = {name: value for name, value in columns.items() if value is not None}
+    folder = data.task_on_rows(options.file, like, run["model"].output_vocabulary, given)
     lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
     changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
     cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, pack=False, **changes)
@@ -167,8 +157,7 @@ def _infer(options: argparse.Namespace) -> int:
     _refuse(options, (*of_models, *text_commands.DECODING_OPTIONS), "--model_dir")
   elif ignored := [flag for flag in options.flags if flag.lstrip("-").startswith("gin.infer.")]:
     raise ConfigError(
-      f"{ignored[0]} has no effect with --model_dir, whose model alone gin configures: give --mode and the "
-      "other options of this command, or configure the inference by gin files (--gin_file)"
+      f"{ignored[0]} has no effect with --model_dir: give --mode and the other options of this command"
     )
   if options.input is not None:
     _refuse(options, ("task", "split", "output_dir", "mode"), "a task, but --input gives texts")

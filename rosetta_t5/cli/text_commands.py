@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import inspect
 import io
 import itertools
@@ -30,17 +29,12 @@ DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_token
 def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer` for texts."""
   add = parser.add_argument_group("texts").add_argument
-  add(
-    "--input",
-    help="a file with a text or JSON object per line, a csv, tsv, json or parquet file, or - for stdin",
-  )
+  add("--input", help="lines of text, or rows of a json, csv, tsv or parquet file; - for stdin")
   add("--template", help="makes the model's input of a row's columns: 'question: {question}'")
   add("--targets", help="makes the target of a row's columns; the target is then scored")
   add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
   add("--output", help="a file, or - for stdout (the default); an existing file is continued")
-  add(
-    "--num_decodes", type=positive_integer, help="beams or samples; the run's by default, mostly 1"
-  )
+  add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
   add_length_options(add)
   _add_decoding_options(parser)
@@ -121,8 +115,8 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     file_format = DEFAULT_OPTIONS.format_of(path)
   if template is None and (targets is not None or file_format != "text"):
     raise ValueError(
-      f"The rows of {path} have columns, which need a template for the model's input: give --template, "
-      "such as --template 'question: {question} context: {context}'"
+      f"The rows of {path} have columns: give the model's input, such as --template 'question: "
+      "{question} context: {context}'"
     )
   if template is not None and file_format == "text":
     file_format = "jsonl"
@@ -245,13 +239,13 @@ def _infer_rows(
       output, score, fraction = next(computed) if row.example else (empty, None, 0.0)
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
-  for feature, count in truncated.items():
-    print(
-      f"note: {count} {feature} had more than {lengths[feature]} tokens and were truncated: set a larger "
-      f"--{'input' if feature == 'inputs' else 'output'}_length",
-      file=sys.stderr,
-    )
-  for note in notes_on_tokens_left_behind({LEFT_BEHIND: left_behind}):
+  options_of = dict(zip(("inputs", "targets"), LENGTHS, strict=True))
+  notes = [
+    f"{count} {feature} had more than {lengths[feature]} tokens and were truncated: set a larger "
+    f"--{options_of[feature]}"
+    for feature, count in truncated.items()
+  ]
+  for note in [*notes, *notes_on_tokens_left_behind({LEFT_BEHIND: left_behind})]:
     print(f"note: {note}", file=sys.stderr)
 
 
@@ -315,11 +309,8 @@ def _search_instead_of_greedy(model: Any) -> None:
   from rosetta_t5.config.saved_config import bindings_of
   from rosetta_t5.models.base_model import set_decode_fn
 
-  decode_fn: Any = model.decode_fn
-  bound: dict[str, Any] = {}
-  while isinstance(decode_fn, functools.partial):
-    decode_fn, bound = decode_fn.func, {**decode_fn.keywords, **bound}
-  bound = {**bindings_of(decode_fn), **bound}
+  decode_fn = getattr(model.decode_fn, "func", model.decode_fn)  # of a partial
+  bound = {**bindings_of(decode_fn), **getattr(model.decode_fn, "keywords", {})}
   is_sampling = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.temperature_sample)
   if is_sampling and (bound.get("topk", 1) == 1 or bound.get("temperature") == 0):
     kept = {name: bound[name] for name in decoding.Controls._fields if name in bound}

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from rosetta_t5.checkpoints.formats.hugging_face.folder import write
 from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import make_tokenizer
 from rosetta_t5.data.quickstart_data import stdlib_paragraphs
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.data.tensorflow_import import import_seqio
 
 VIETNAMESE = "Tất cả mọi người sinh ra đều được tự do"
 OTHERS = "모든 인간은 태어날 때부터 ἄνδρα μοι ἔννεπε ᾧ क़ ख़ שּׁ"
@@ -115,7 +115,7 @@ def test_a_t5_folder_encodes_as_its_tasks_also_with_a_vocabulary_unlike_t5s(
   model.write_bytes(train(lines, vocab_size=1500, **options))
   config = {"model_type": "t5", "vocab_size": 1664, "pad_token_id": 0, "eos_token_id": 1}
   write(tmp_path, {}, config, model)
-  ours = load_sentencepiece(model, extra_ids=100)
+  ours = import_seqio().SentencePieceVocabulary(str(model), extra_ids=100).tokenizer
   theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
   for text in ("a <extra_id_0> list or <extra_id_99> item", "日本 is\n    unknown", *lines[:50]):
     assert theirs.encode(text).ids == [*ours.encode(text), ours.eos_id()]

@@ -64,7 +64,7 @@ def test_the_epochs_of_a_mixtures_tasks_follow_their_rates(
   like = import_seqio().TaskRegistry.get("rows")
   names = [
     "rows",
-    task_on_rows([str(tmp_path / "more.csv")], like, import_seqio().ByteVocabulary()),
+    task_on_rows([str(tmp_path / "more.csv")], like, import_seqio().ByteVocabulary(), {}),
   ]
   texts = describe(cfg, 100, mixture_or_task_name=mixture(names, rates=[3, 1]))
   second, first = sorted(texts, key=lambda text: text.startswith("rows: 100 in all; "))

@@ -84,9 +84,7 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     ValueError: a pattern matches nothing, or a folder contains no data file.
   """
   if not patterns:
-    raise ValueError(
-      "the files of a task must be at least one pattern, such as 'corpus/*.txt', got none"
-    )
+    raise ValueError("files must be at least one pattern, such as 'corpus/*.txt', got none")
   found: set[str] = set()
   for pattern in [patterns] if isinstance(patterns, str) else patterns:
     path = os.path.expanduser(pattern)
@@ -97,9 +95,7 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     for match in matches:
       files = _data_files(match) if os.path.isdir(match) else [match]
       if not files:
-        raise ValueError(
-          f"The folder {match} contains no file of a known format: {_KNOWN_SUFFIXES}"
-        )
+        raise ValueError(f"{match} contains no file of a known format: {_KNOWN_SUFFIXES}")
       found.update(files)
   return sorted(found)
 

@@ -214,14 +214,12 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
   import pyarrow
 
   with pyarrow.memory_map(path) as file:
-    is_file_format = file.read(6) == b"ARROW1"
+    is_stream = file.read(6) != b"ARROW1"
     file.seek(0)
-    if is_file_format:
-      reader = pyarrow.ipc.open_file(file)
-      batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
-    else:
-      batches = pyarrow.ipc.open_stream(file)
-    yield from _batch_rows(batches)
+    reader = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file)
+    yield from _batch_rows(
+      reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    )
 
 
 def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:

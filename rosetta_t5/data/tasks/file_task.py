@@ -119,12 +119,7 @@ def file_task(
 
 
 def task_on_rows(
-  files: Sequence[str],
-  like: Any,
-  vocabulary: seqio.Vocabulary,
-  inputs: str | None = None,
-  targets: str | None = None,
-  metrics: Sequence[str] | None = None,
+  files: Sequence[str], like: Any, vocabulary: seqio.Vocabulary, given: Mapping[str, Any]
 ) -> str:
   """Registers a task whose split "validation" has all rows of files, and returns its name.
 
@@ -132,9 +127,8 @@ def task_on_rows(
     files: the files.
     like: a task or None. If it is a `file_task`, the rows are read with its columns and evaluated with its metrics.
     vocabulary: the model's vocabulary.
-    inputs: the column of the inputs or a template; None for that of `like`, or the column "inputs".
-    targets: the same of the targets.
-    metrics: names of metrics; None for those of `like`, or else accuracy.
+    given: "inputs" and "targets", columns or templates, and "metrics", a list of names. By default they are those
+      of `like`, or else the columns of these names and accuracy.
 
   Raises:
     ValueError: a file or a metric does not exist.
@@ -142,15 +136,11 @@ def task_on_rows(
   arguments = getattr(getattr(like, "source", None), "arguments", None) or {}
   columns, layout = arguments.get("text", {}), arguments.get("layout", {})
   options = {name: layout[name] for name in ("columns", "text_unit") if name in layout}
-  if inputs or arguments.get("objective", "seq2seq") == "seq2seq":
-    if metrics is None and columns:
-      metrics = [f.__name__ for f in like.metric_fns if f.__name__ in known_metrics.__all__]
-    options |= {
-      "objective": "seq2seq",
-      "inputs": inputs or columns.get("inputs", "inputs"),
-      "targets": targets or columns.get("targets", "targets"),
-      "metrics": metrics or ["accuracy"],
-    }
+  if "inputs" in given or arguments.get("objective", "seq2seq") == "seq2seq":
+    names = [f.__name__ for f in like.metric_fns] if columns else []
+    metrics = [name for name in names if name in known_metrics.__all__] or ["accuracy"]
+    columns = {"inputs": "inputs", "targets": "targets", **columns}
+    options |= {"objective": "seq2seq", "metrics": metrics, **columns, **given}
   else:
     options |= {"objective": arguments["objective"], "text": columns["targets"]}
   name = "_".join(re.sub(r"[^\w.]+", "_", os.path.relpath(file)).strip("_.") for file in files)[:80]
@@ -243,8 +233,7 @@ def create_task_from_tfexample_file(
   check_one_of("TF_EXAMPLE_FILE_TYPE", file_type, ("tfrecord",))
   if not tf.io.gfile.glob(paths):
     raise ValueError(
-      f"There is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS "
-      "(create_task_from_tfexample_file.paths) to a list of file names or patterns"
+      f"There is no file {', '.join(map(repr, paths))}: set TF_EXAMPLE_FILE_PATHS to names or patterns"
     )
   if task_id is None:
     names = ":".join([*paths, inputs_key, targets_key or ""])

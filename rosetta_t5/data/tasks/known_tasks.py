@@ -170,12 +170,13 @@ _SQUAD = TaskSpec(
 )
 
 
-def _paired_files(folder: str, first: str, second: str) -> LocalFiles:
-  splits = {
-    split: (f"{split}*.jsonl*", f"{split}*.tsv", f"{split}*.parquet")
-    for split in ("train", "validation", "test")
-  }
-  return LocalFiles(folder, splits, names=(first, second))
+def _files_of_splits(*endings: str) -> dict[str, tuple[str, ...]]:
+  splits = ("train", "validation", "test")
+  return {split: tuple(f"{split}*{ending}" for ending in endings) for split in splits}
+
+
+def _paired_files(folder: str, *names: str) -> LocalFiles:
+  return LocalFiles(folder, _files_of_splits(".jsonl*", ".tsv", ".parquet"), names)
 
 
 def _translation(dataset: str, pair: str) -> TaskSpec:
@@ -253,8 +254,8 @@ def _select_glue_texts(
   texts = make_converter(names)(record)
   if isinstance(texts, str):
     return texts
-  given = [record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, "")]
-  label = given[0] if given else _NO_LABEL
+  given = (record[name] for name in _LABEL_COLUMNS if record.get(name) not in (None, ""))
+  label = next(given, _NO_LABEL)
   if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
     return "no gold label"
   try:
@@ -274,10 +275,7 @@ def _glue_example(texts: Mapping[str, Any], label_dtype: str) -> Mapping[str, An
 
 
 def _glue_files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) -> LocalFiles:
-  splits: dict[str, tuple[str, ...]] = {
-    split: (f"{split}*.tsv", f"{split}*.jsonl*", f"{split}*.parquet", f"{split}*.csv")
-    for split in ("train", "validation", "test")
-  }
+  splits = _files_of_splits(".tsv", ".jsonl*", ".parquet", ".csv")
   if name == "mnli":
     del splits["validation"], splits["test"]
     for part in ("matched", "mismatched"):

@@ -40,21 +40,8 @@ def _load(model: bytes) -> Any:
   return sentencepiece.SentencePieceProcessor(model_proto=model, num_threads=1)
 
 
-def _model_of(processor: Any) -> Any:
-  """Returns a processor's model as a `sentencepiece_model_pb2.ModelProto`."""
-  from sentencepiece import sentencepiece_model_pb2
-
-  # The classes of protocol buffers are created at run time, so mypy does not know their attributes.
-  proto: Any = sentencepiece_model_pb2
-  return proto.ModelProto.FromString(processor.serialized_model_proto())
-
-
-def load_sentencepiece(path: str | os.PathLike[str], extra_ids: int = 0) -> Any:
+def load_sentencepiece(path: str | os.PathLike[str]) -> Any:
   """Returns the `SentencePieceProcessor` of a .model file, as `reserve_padding` changes it.
-
-  Args:
-    path: the file.
-    extra_ids: the number of sentinels to add, as SeqIO does.
 
   Raises:
     ValueError: the file is not a SentencePiece model, or has no id for padding.
@@ -62,7 +49,7 @@ def load_sentencepiece(path: str | os.PathLike[str], extra_ids: int = 0) -> Any:
   with contextlib.suppress(RuntimeError):
     processor = _load(pathlib.Path(path).read_bytes())
     if processor.get_piece_size():  # An empty file is loaded as a model without pieces.
-      return _with_sentinels(reserve_padding(processor, os.fspath(path)), extra_ids)
+      return reserve_padding(processor, os.fspath(path))
   raise ValueError(f"{path} is not a SentencePiece model, or is damaged: give another file")
 
 
@@ -111,15 +98,19 @@ def reserve_padding(processor: Any, name: str) -> Any:
   Raises:
     ValueError: id 0 is a piece of text or the end token, or no other id is free for the unknown piece.
   """
+  from sentencepiece import sentencepiece_model_pb2
+
   if processor.is_control(0) and processor.eos_id() != 0:
     return processor
   free = next((id_ for id_ in (processor.pad_id(), processor.bos_id()) if id_ > 0), None)
-  model = _model_of(processor)
+  # The classes of protocol buffers are created at run time, so mypy does not know their attributes.
+  proto: Any = sentencepiece_model_pb2
+  model = proto.ModelProto.FromString(processor.serialized_model_proto())
   spec = model.trainer_spec
   if processor.unk_id() != 0 or (free is None and not spec.byte_fallback):
     raise ValueError(
-      f"{name} has {processor.id_to_piece(0)!r} at id 0, which means padding here, so texts would lose it: "
-      f"use a vocabulary with T5's ids ({_FLAGS} of spm_train; rosetta-t5 vocab train sets them)"
+      f"{name} has {processor.id_to_piece(0)!r} at id 0, which means padding here: use a vocabulary with "
+      f"T5's ids ({_FLAGS} of spm_train; rosetta-t5 vocab train sets them)"
     )
   if free is None:
     # Bytes replace unknown characters, so this piece is never anything but padding.
@@ -128,8 +119,7 @@ def reserve_padding(processor: Any, name: str) -> Any:
   logging.log_first_n(
     logging.WARNING,
     f"{name} has the unknown piece at id 0, which means padding here: unknown pieces get the id {free} "
-    f"({processor.id_to_piece(free)}) instead. A vocabulary with T5's ids avoids this: {_FLAGS} of "
-    "spm_train; rosetta-t5 vocab train sets them",
+    f"({processor.id_to_piece(free)}) instead. rosetta-t5 vocab train avoids this with {_FLAGS}",
     1,
   )
   padding, unknown = model.pieces[0], model.pieces[free]
@@ -158,16 +148,6 @@ def count_extra_pieces(processor: Any) -> int:
   """Returns how many of a processor's last pieces are sentinels."""
   pieces = map(processor.id_to_piece, reversed(range(processor.get_piece_size())))
   return sum(1 for _ in itertools.takewhile(lambda piece: "<extra_id_" in piece, pieces))
-
-
-def _with_sentinels(processor: Any, count: int) -> Any:
-  if not count or count_extra_pieces(processor):
-    return processor
-  model = _model_of(processor)
-  user_defined = model.SentencePiece.USER_DEFINED
-  for number in reversed(range(count)):
-    model.pieces.add(piece=f"▁<extra_id_{number}>", score=0.0, type=user_defined)
-  return _load(model.SerializeToString())
 
 
 def train_sentencepiece(

@@ -9,8 +9,8 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files, make_converter
+from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import (
   count_extra_pieces,
   count_lost,
@@ -30,15 +30,6 @@ _OPTIONS = (  # of SentencePiece's trainer, https://github.com/google/sentencepi
   *("normalization_rule_name", "remove_extra_whitespaces", "allow_whitespace_only_pieces"),
   "split_digits",
 )
-_GIN_FILE = """\
-In a gin file:
-
-from __gin__ import dynamic_registration
-import seqio
-
-seqio.SentencePieceVocabulary:
-  sentencepiece_model_file = {file!r}
-  extra_ids = 100  # {ids} ids in total"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,16 +79,22 @@ def _train(arguments: argparse.Namespace) -> int:
   print(*describe_lost(counts), sep="\n")
   for problem in lost_text_problems(counts):
     print(f"note: {problem}")
-  print(_GIN_FILE.format(file=str(out), ids=size + 100))
+  print(
+    "In a gin file:\n\nfrom __gin__ import dynamic_registration\nimport seqio\n\n"
+    f"seqio.SentencePieceVocabulary.sentencepiece_model_file = {str(out)!r}\n"
+    f"seqio.SentencePieceVocabulary.extra_ids = 100  # {size + 100} ids in total"
+  )
   return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-  path = local_path(arguments.model)
-  tokenizer = load_sentencepiece(path, arguments.extra_ids)
+  vocabulary = import_seqio().SentencePieceVocabulary(arguments.model, arguments.extra_ids)
+  tokenizer = vocabulary.tokenizer
   ids = tokenizer.encode(arguments.text)
   sentinels = count_extra_pieces(tokenizer)
-  print(f"{path}: {tokenizer.get_piece_size() - sentinels} pieces and {sentinels} sentinels")
+  print(
+    f"{arguments.model}: {tokenizer.get_piece_size() - sentinels} pieces and {sentinels} sentinels"
+  )
   print(f"padding 0, end {tokenizer.eos_id()}, unknown {tokenizer.unk_id()}")
   print(*tokenizer.encode(arguments.text, out_type=str))
   print(*ids)
