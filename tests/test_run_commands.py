@@ -155,7 +155,7 @@ def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
   assert "is complete: nothing was left to do" in capsys.readouterr().out
   with pytest.raises(SystemExit):
     infer(0.9)
-  assert "{'temperature': 0.5} → <function temperature_sample> with" in capsys.readouterr().err
+  assert "{'temperature': 0.5} → <function temperature_sample>" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
