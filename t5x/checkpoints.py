@@ -13,11 +13,7 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
 
-from rosetta_t5.checkpoints import (
-  CheckpointSaveError,
-  OrbaxCheckpointManagerInterface,
-  checkpoint_folders,
-)
+from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, checkpoint_folders, saved_items
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step, read_arrays
@@ -25,20 +21,9 @@ from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpoin
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
 from rosetta_t5.checkpoints.restore import RestoreTransformation
-from rosetta_t5.checkpoints.saved_items import (
-  DATASET_PREFIX,
-  DatasetArgs,
-  DatasetCheckpointHandler,
-  ParameterInfo,
-  SaveTransformation,
-  get_local_data,
-  leaf_dtype,
-  populate_metrics_for_steps,
-)
+from rosetta_t5.checkpoints.saved_items import *
 from rosetta_t5.checkpoints.saved_items import ParameterInfo as _ParameterInfo
 from rosetta_t5.parallel import BasePartitioner
-
-PyTree = Any
 
 
 def get_checkpoint_dir(
@@ -78,7 +63,7 @@ def load_t5x_checkpoint(
   remap: bool = True,
   restore_dtype: Any = None,
   lazy_parameters: bool = False,
-) -> PyTree:
+) -> Any:
   """Returns a checkpoint's nested state dict as numpy arrays, without a model.
 
   Args:
@@ -95,7 +80,7 @@ def load_t5x_checkpoint(
   flat = flatten_state_dict(state, keep_empty_nodes=True)
   for name, leaf in flat.items():
     if restore_dtype is not None and hasattr(leaf, "dtype"):
-      leaf = leaf.astype(leaf_dtype(name, leaf.dtype, restore_dtype))
+      leaf = leaf.astype(saved_items.leaf_dtype(name, leaf.dtype, restore_dtype))
     flat[name] = leaf.get() if isinstance(leaf, LazyArray) and not lazy_parameters else leaf
   return unflatten_state_dict(flat)
 
@@ -144,14 +129,14 @@ def intersect_state(
   return unflatten_state_dict({name: leaf for name, leaf in flat.items() if name in kept})
 
 
-def fake_param_info(maybe_tspec: Any) -> ParameterInfo | None:
+def fake_param_info(maybe_tspec: Any) -> saved_items.ParameterInfo | None:
   """Returns the description of an array that is read as a whole; None for None."""
   if maybe_tspec is None:
     return None
   if not isinstance(maybe_tspec, ts.Spec):
-    return ParameterInfo("")
+    return saved_items.ParameterInfo("")
   shape = tuple(maybe_tspec.to_json()["metadata"]["shape"])
-  return ParameterInfo("", shape=shape, ts_spec=maybe_tspec)
+  return saved_items.ParameterInfo("", shape=shape, ts_spec=maybe_tspec)
 
 
 class Checkpointer(OrbaxCheckpointManagerInterface):
@@ -190,14 +175,16 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     def has_position(step: int) -> bool:
       folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
       inside = folder / checkpoint_folders.DATASET_ITEM
-      return any(folder.glob(f"{DATASET_PREFIX}-*")) or any(inside.glob(f"{DATASET_PREFIX}-*"))
+      return any(folder.glob(f"{saved_items.DATASET_PREFIX}-*")) or any(
+        inside.glob(f"{saved_items.DATASET_PREFIX}-*")
+      )
 
     return [step for step in all_steps(self.checkpoints_dir) if has_position(step)]
 
   def save(  # type: ignore[override]
     self,
     train_state: Any,
-    state_transformation_fns: Sequence[SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_items.SaveTransformation] = (),
     *,
     concurrent_gb: int = 128,
   ) -> None:
@@ -235,7 +222,7 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     self,
     path_or_dir: epath.PathLike,
     *,
-    state_transformation_fns: Sequence[SaveTransformation] = (),
+    state_transformation_fns: Sequence[saved_items.SaveTransformation] = (),
     concurrent_gb: int = 16,
     translator: CheckpointTranslator | None = None,
   ) -> None:
@@ -336,7 +323,7 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     """Does nothing, because there are no background threads."""
 
   def save(
-    self, train_state: Any, state_transformation_fns: Sequence[SaveTransformation] = ()
+    self, train_state: Any, state_transformation_fns: Sequence[saved_items.SaveTransformation] = ()
   ) -> None:
     """Saves `train_state`, whose step names the folder."""
     self._saver.save(train_state, state_transformation_fns)

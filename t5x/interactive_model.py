@@ -11,9 +11,7 @@ from rosetta_t5.data.pipeline.inference_data import (
 )
 from rosetta_t5.inference.text_inference import InferenceType
 from rosetta_t5.interactive import InteractiveModel, open_model
-from t5x.utils import (
-  extract_tokens_and_aux_values as _extract_tokens_and_aux_values,
-)
+from t5x.utils import extract_tokens_and_aux_values as _extract_tokens_and_aux_values
 
 
 class T5XScriptType(enum.Enum):
@@ -66,10 +64,7 @@ def get_gin_config_from_interactive_model(
       "train/utils.DatasetConfig.pack = False\ntrain_eval/utils.DatasetConfig.pack = False\n"
     )
   elif restore is None:
-    raise ValueError(
-      f"A run for {script_type.name} needs a checkpoint: build the InteractiveModel with a "
-      "checkpoint_path, such as that of the checkpoint that save_checkpoint() wrote"
-    )
+    raise ValueError(f"a run for {script_type.name} needs an InteractiveModel with checkpoint_path")
   else:
     values = (
       f"{run.upper()}_OUTPUT_DIR = {output_dir!r}\nCHECKPOINT_PATH = {restore.path!r}\n"
@@ -86,10 +81,8 @@ def get_gin_config_from_interactive_model(
       f"utils.RestoreCheckpointConfig:\n  path = {restore.path!r}\n  mode = {restore.mode!r}\n"
       f"  dtype = {restore.dtype!r}\n"
     )
-  head = (
-    "from __gin__ import dynamic_registration\n\n"
-    f"import __main__ as {run}_script\nfrom t5x import utils\n"
-  )
+  head = f"from __gin__ import dynamic_registration\n\nimport __main__ as {run}_script\n"
+  head += "from t5x import utils\n"
   include = f"include 't5x/configs/runs/{'pretrain' if run == 'train' else run}.gin'\n"
   # The values come last, so that they override the bindings of models and partitioners.
   parts = [head, imports_str, include, model_config_str, partitioner_config_str, values]

@@ -13,19 +13,8 @@ from rosetta_t5.telemetry.metrics import AveragePerStep
 from rosetta_t5.telemetry.metrics_manager import MetricsManager
 from rosetta_t5.telemetry.metrics_manager import now as _time
 from rosetta_t5.training import step, trainer
-from rosetta_t5.training.actions import (
-  ActionMode,
-  BaseAction,
-  EarlyStoppingAction,
-  TerminateOnNanAction,
-)
-from rosetta_t5.training.step import (
-  Batch,
-  Metrics,
-  PyTree,
-  accumulate_gradients,
-  learning_rate_metrics,
-)
+from rosetta_t5.training.actions import *
+from rosetta_t5.training.step import Batch, Metrics, PyTree
 from rosetta_t5.training.train_state import TrainState
 from rosetta_t5.training.trainer import BaseTrainer, Trainer, merge_metrics
 from t5x.utils import flatten_dict_string_keys
@@ -90,7 +79,7 @@ def accumulate_grads_microbatched(
     data_partition_spec: ignored; microbatches are sharded like the logical axis `batch`.
   """
   del data_partition_spec
-  grads, _, metrics, mutables = accumulate_gradients(
+  grads, _, metrics, mutables = step.accumulate_gradients(
     model.loss_fn, train_state, batch, dropout_rng, num_microbatches
   )
   return grads, metrics, mutables or None
@@ -117,7 +106,7 @@ def apply_grads(
   new_state = train_state.apply_gradient(
     grad_accum, learning_rate=learning_rate, **(other_state_variables or {})
   )
-  metrics = {**metrics, **learning_rate_metrics(jnp.asarray(learning_rate))}
+  metrics = {**metrics, **step.learning_rate_metrics(jnp.asarray(learning_rate))}
   if weight_metrics_computer is not None:
     metrics |= weight_metrics_computer.compute_metrics(grad_accum, train_state, new_state)
   return new_state, metrics

@@ -10,18 +10,10 @@ from typing import Any
 import gin
 from gin.config import Configurable
 
-from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config.language import gin_internals, statements
 from rosetta_t5.config.language.binding import bound_arguments, defaults, parameters
 from rosetta_t5.config.language.gin_internals import is_macro_set
-from rosetta_t5.config.language.statements import (
-  COMMAND_LINE,
-  Binding,
-  Macro,
-  Program,
-  Reference,
-  SourceLine,
-  leaves,
-)
+from rosetta_t5.config.language.statements import COMMAND_LINE, Binding, Macro, Program, Reference
 from rosetta_t5.config.t5x_surface import RETIRED_ARGUMENTS
 from rosetta_t5.user_errors import OWN_PACKAGES, ConfigError, did_you_mean
 
@@ -67,7 +59,7 @@ def check_macros(program: Program) -> None:
   _raise_if_missing(missing, program)
 
 
-def _raise_if_missing(missing: Mapping[str, SourceLine], program: Program) -> None:
+def _raise_if_missing(missing: Mapping[str, statements.SourceLine], program: Program) -> None:
   if not missing:
     return
   used, bindings = program.macros_used(), program.effective_bindings().values()
@@ -272,7 +264,9 @@ def check_spelling(program: Program) -> None:
   Gin would accept `--gin.TRAIN_STEP=5` as a new macro and `--gin.trian/…` as a new scope, and the run
   would ignore both.
   """
-  values = (value for binding in program.all_bindings() for value in leaves(binding.value))
+  values = (
+    value for binding in program.all_bindings() for value in statements.leaves(binding.value)
+  )
   scopes = {value.scope for value in values if isinstance(value, Reference)} - {""}
   macros = set(program.macros_used())
   for binding in program.all_bindings():

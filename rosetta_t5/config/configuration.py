@@ -10,15 +10,7 @@ from typing import Any
 
 import gin
 
-from rosetta_t5.config.binding_checks import (
-  check_arguments,
-  check_cycles,
-  check_macros,
-  check_required,
-  check_spelling,
-  missing_run_text,
-  unused_bindings,
-)
+from rosetta_t5.config import binding_checks
 from rosetta_t5.config.command_line import CommandLine
 from rosetta_t5.config.language.binding import bind, bound_arguments, defaults
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
@@ -55,7 +47,7 @@ def parse_gin_flags(
   """
   program = read_program(gin_files, gin_bindings, gin_search_paths)
   if finalize_config:
-    check_required(program)
+    binding_checks.check_required(program)
   problems = bind(program, skip_unknown=skip_unknown)
   if finalize_config:
     check_bound(program, None, problems)
@@ -95,15 +87,15 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
     ConfigError: a value needs itself, so nothing else can be checked.
   """
   all_bound = not problems.messages
-  check_cycles(program)
-  for check in (check_spelling, check_macros):
+  binding_checks.check_cycles(program)
+  for check in (binding_checks.check_spelling, binding_checks.check_macros):
     with problems.collect():
       check(program)
   check_values(program, problems)
   # Arguments that could not be bound are not reported as missing too.
   if function is not None and all_bound:
     with problems.collect():
-      check_arguments(program, function)
+      binding_checks.check_arguments(program, function)
 
 
 Rows = list[tuple[str, str]]
@@ -145,7 +137,7 @@ class ResolvedRun:
   def require_run(self) -> None:
     """Adds a problem if there is no run, unless other problems may be the reason."""
     if not (self.run or self.problems.messages):
-      self.problems.messages.append(missing_run_text())
+      self.problems.messages.append(binding_checks.missing_run_text())
 
 
 def dry_run(
@@ -186,7 +178,7 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
   program = command.read_program(problems)
   is_complete = not problems.messages
   with problems.collect():
-    check_required(program)
+    binding_checks.check_required(program)
   binding_problems = bind(program, function)
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
@@ -210,7 +202,7 @@ def _unused(program: Program, function: Callable[..., Any]) -> list[Binding]:
 
   A recipe also binds what another recipe replaces, such as the arguments of its optimizer.
   """
-  unused = unused_bindings(program, function)
+  unused = binding_checks.unused_bindings(program, function)
   return [binding for binding in unused if not is_recipe(binding.source.file)]
 
 

@@ -19,11 +19,7 @@ from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import Binding, Import, Program
 from rosetta_t5.config.saved_config import text_of
-from rosetta_t5.config.t5x_surface import (
-  RUN_MODES,
-  check_t5x_installation,
-  find_run_function,
-)
+from rosetta_t5.config.t5x_surface import RUN_MODES, check_t5x_installation, find_run_function
 from rosetta_t5.user_errors import (
   DEBUG_VARIABLE,
   ConfigError,

@@ -16,36 +16,20 @@ import gin
 from gin.config import Configurable, ParseContext
 from gin.config_parser import ImportStatement
 
-from rosetta_t5.config.language import gin_internals
+from rosetta_t5.config import t5x_surface
+from rosetta_t5.config.language import gin_internals, statements
 from rosetta_t5.config.language.allow_list import check_binding, check_import
-from rosetta_t5.config.language.statements import (
-  Binding,
-  Import,
-  Macro,
-  Program,
-  Reference,
-  SourceLine,
-  map_leaves,
-)
-from rosetta_t5.config.t5x_surface import (
-  RETIRED_ARGUMENTS,
-  RUN_FUNCTION_MODULES,
-  T5X_RUN_ALIASES,
-  find_recipe,
-  find_run_function,
-  open_recipe,
-)
 from rosetta_t5.user_errors import ConfigError, FollowOnError, Problems, did_you_mean
 
 # Other programs may parse gin files with gin's own parser: their includes find the recipes too.
-gin.config.register_file_reader(open_recipe, find_recipe)
+gin.config.register_file_reader(t5x_surface.open_recipe, t5x_surface.find_recipe)
 _DYNAMIC = ImportStatement("__gin__.dynamic_registration", True, None, None)
 # Fields that flax adds to every module and that no recipe sets.
 _FLAX_FIELDS = {"parent", "name"}
 
 
 def bind(
-  program: Program,
+  program: statements.Program,
   function: Callable[..., Any] | None = None,
   skip_unknown: bool | Sequence[str] = False,
 ) -> Problems:
@@ -60,11 +44,15 @@ def bind(
     gin.clear_config()
   problems, names = Problems(), _Names(function)
   for statement in program.statements:
-    name = statement.gin_statement.module if isinstance(statement, Import) else statement.selector
+    name = (
+      statement.gin_statement.module
+      if isinstance(statement, statements.Import)
+      else statement.selector
+    )
     may_skip = skip_unknown if isinstance(skip_unknown, bool) else name in skip_unknown
     with problems.collect(statement.source):
       try:
-        if isinstance(statement, Import):
+        if isinstance(statement, statements.Import):
           names.add_import(statement.gin_statement, statement.source.file)
           continue
         is_macro = statement.macro is not None
@@ -77,25 +65,27 @@ def bind(
   return problems
 
 
-def _bind_value(binding: Binding, configurable: Configurable | None, names: _Names) -> None:
+def _bind_value(
+  binding: statements.Binding, configurable: Configurable | None, names: _Names
+) -> None:
   """Sets one argument, or a macro if `configurable` is None."""
 
   def as_gin_reference(leaf: Any) -> Any:
     match leaf:
-      case Reference(evaluate=evaluate):
+      case statements.Reference(evaluate=evaluate):
         *scopes, selector = leaf.name.split("/")
         full_name = names.find(selector, binding.source.file).selector
         return gin.config.ConfigurableReference("/".join([*scopes, full_name]), evaluate)
-      case Macro(name=name):
+      case statements.Macro(name=name):
         return gin.config.ParserDelegate().macro(name)
       case _:
         return leaf
 
-  value = map_leaves(as_gin_reference, binding.value)
+  value = statements.map_leaves(as_gin_reference, binding.value)
   check_binding(configurable, value)
   if configurable is None:
     gin.bind_parameter((binding.macro, gin_internals.MACRO, "value"), value)
-  elif (configurable.name, binding.argument) not in RETIRED_ARGUMENTS:
+  elif (configurable.name, binding.argument) not in t5x_surface.RETIRED_ARGUMENTS:
     _check_argument(configurable, binding.argument)
     gin.bind_parameter((binding.scope, configurable.selector, binding.argument), value)
 
@@ -117,7 +107,10 @@ class _Names:
     self._imports = collections.defaultdict(dict)
     name = function.__name__ if function else "train"
     script = f"{'eval' if name == 'evaluate' else name}_script"
-    for alias in (*T5X_RUN_ALIASES, script):  # One of T5X's files does not import `train_script`.
+    for alias in (
+      *t5x_surface.T5X_RUN_ALIASES,
+      script,
+    ):  # One of T5X's files does not import `train_script`.
       self.add_import(ImportStatement("__main__", False, alias, None), "")
     if function is None:
       return
@@ -192,8 +185,8 @@ class _Names:
 def _find_in_module(selector: str, context: ParseContext, module: ModuleType) -> Configurable:
   """Returns the function or class that `selector` names, whose first part stands for `module`."""
   first, *rest = selector.split(".")
-  if module is sys.modules["__main__"] and rest and rest[0] in RUN_FUNCTION_MODULES:
-    setattr(module, rest[0], find_run_function(rest[0]))
+  if module is sys.modules["__main__"] and rest and rest[0] in t5x_surface.RUN_FUNCTION_MODULES:
+    setattr(module, rest[0], t5x_surface.find_run_function(rest[0]))
   found: Any = module
   for name in rest:
     if not hasattr(found, name):
@@ -245,7 +238,7 @@ def _missing_module_text(module: str, error: ModuleNotFoundError) -> str:
 def _last_line(error: Exception) -> str:
   """Returns the last line of the traceback whose text is known."""
   last = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.line][-1]
-  return str(SourceLine(last.filename, last.lineno or 0, last.line or ""))
+  return str(statements.SourceLine(last.filename, last.lineno or 0, last.line or ""))
 
 
 def _check_argument(configurable: Configurable, argument: str) -> None:

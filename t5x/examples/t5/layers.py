@@ -3,13 +3,6 @@
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import DenseGeneral, MlpBlock
 from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
-from rosetta_t5.networks.layers.embedding import Embed, default_embed_init
+from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.norms import LayerNorm
-from rosetta_t5.networks.layers.positions import (
-  RelativePositionBiases,
-  combine_biases,
-  combine_masks,
-  make_attention_mask,
-  make_causal_mask,
-  make_decoder_mask,
-)
+from rosetta_t5.networks.layers.positions import *
