@@ -28,8 +28,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5 import manifest
-from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer
+from rosetta_t5.checkpoints import (
+  OrbaxCheckpointManagerInterface,
+  TrainStateInitializer,
+  checkpoint_folders,
+  manager,
+)
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.t5 import Transformer
@@ -128,8 +132,8 @@ def measure_restores(
 def without_checksums() -> Iterator[None]:
   """Inside the `with`, saves write no manifest of their files and restores verify none."""
   with (
-    mock.patch.object(manifest, "write"),
-    mock.patch.object(manifest, "verify", return_value=True),
+    mock.patch.object(manager, "write_manifest"),
+    mock.patch.object(checkpoint_folders, "verify_manifest", return_value=True),
   ):
     yield
 

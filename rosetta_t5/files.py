@@ -1,4 +1,9 @@
-"""Files and folders that appear only when complete, locks on them, and JSON files that may be damaged."""
+"""Files and folders that appear only when complete, locks on them, JSON that may be damaged, and manifests.
+
+The manifest of a folder has the size and the XXH3 of each file, which show files that were damaged later.
+Checkpoints, prepared data, exports, Hugging Face folders that `convert` writes, and MODEL_DIR's
+model.json have one. A folder without a manifest, such as one of another program, is read as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,20 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from typing import Any
 
+import xxhash
 from etils import epath
+
+MANIFEST_NAME = "checksums.json"
+_BLOCK_BYTES = 1 << 20
+_THREADS = 8
+
+
+class DamagedFileError(ValueError):
+  """A file differs from the one that was written, or is missing."""
 
 
 def unfinished_path(path: epath.PathLike) -> epath.Path:
@@ -105,3 +120,80 @@ def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
   except (AttributeError, LookupError, TypeError) as error:
     reason = f"{type(error).__name__}: {error}"
     raise ValueError(f"{path} is damaged: it must describe {what} ({reason})") from error
+
+
+def write_manifest(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
+  """Writes the manifest of a folder that is complete.
+
+  Args:
+    folder: the folder.
+    names: the files, relative to the folder; None for all files in it and in its folders.
+  """
+  root = epath.Path(folder)
+  found = sorted(files_in(root) if names is None else names)
+  with futures.ThreadPoolExecutor(_THREADS) as threads:
+    entries = threads.map(lambda name: _describe(root / name), found)
+    content = {"files": dict(zip(found, entries, strict=True))}
+  write_atomically(root / MANIFEST_NAME, json.dumps(content, indent=1))
+
+
+def verify_manifest(
+  folder: epath.PathLike,
+  select: Callable[[str], bool] | None = None,
+  share: tuple[int, int] = (0, 1),
+) -> bool:
+  """Reads the files of a manifest and compares them with it.
+
+  Args:
+    folder: the folder.
+    select: returns whether the file with a relative name is verified; None for all files.
+    share: (n, count) for every `count`-th file from the n-th on, where several processes share the work.
+
+  Returns:
+    Whether the folder has a manifest.
+
+  Raises:
+    DamagedFileError: a file, or the manifest, is damaged or missing.
+  """
+  root = epath.Path(folder)
+  file = root / MANIFEST_NAME
+  if not file.exists():
+    return False
+  try:
+    with expect_content(file, "the files of a folder"):
+      entries = {name: dict(entry) for name, entry in read_json_object(file)["files"].items()}
+  except ValueError as error:
+    raise DamagedFileError(str(error)) from error
+
+  def check(name: str) -> None:
+    if not (root / name).is_file():
+      raise DamagedFileError(f"{root / name} is missing. If you removed it, remove {file}")
+    if _describe(root / name) != entries[name]:
+      raise DamagedFileError(
+        f"{root / name} is damaged: it has changed since it was written. If you changed it, remove {file}"
+      )
+
+  with futures.ThreadPoolExecutor(_THREADS) as threads:
+    list(threads.map(check, sorted(filter(select, entries))[share[0] :: share[1]]))
+  return True
+
+
+def hash_file(path: epath.PathLike) -> str:
+  """Returns the XXH3 of a file, in hexadecimal."""
+  digest = xxhash.xxh3_64()
+  with epath.Path(path).open("rb") as file:
+    while block := file.read(_BLOCK_BYTES):
+      digest.update(block)
+  return digest.hexdigest()
+
+
+def files_in(root: epath.PathLike) -> Iterator[str]:
+  """Yields the files in a folder and its folders, with relative names and without the manifest."""
+  for folder, _, files in os.walk(root):
+    for file in files:
+      if (name := pathlib.PurePath(folder, file).relative_to(root).as_posix()) != MANIFEST_NAME:
+        yield name
+
+
+def _describe(path: epath.Path) -> dict[str, Any]:
+  return {"bytes": path.stat().length, "xxh3_64": hash_file(path)}

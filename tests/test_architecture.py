@@ -41,7 +41,6 @@ PACKAGES = (
   "parallel",
   "distributed",
   "telemetry",
-  "manifest",
   "files",
   "user_errors",
   "terminal",

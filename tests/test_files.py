@@ -1,8 +1,9 @@
-"""Files and folders appear under their names whole or not at all."""
+"""Files and folders appear under their names whole or not at all; manifests show those that were damaged later."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -10,7 +11,14 @@ import subprocess
 import pytest
 from forked_python import python
 
-from rosetta_t5.files import complete_folder, write_atomically
+from rosetta_t5.files import (
+  MANIFEST_NAME,
+  DamagedFileError,
+  complete_folder,
+  verify_manifest,
+  write_atomically,
+  write_manifest,
+)
 
 KILLED = """
 import os, signal, sys
@@ -64,3 +72,57 @@ def test_a_killed_process_leaves_no_folder_of_the_final_name_and_the_next_call_w
     folder.mkdir()
     (folder / "whole").write_text("")
   assert [path.name for path in tmp_path.rglob("*")] == ["folder", "whole"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  (tmp_path / "inner").mkdir()
+  (tmp_path / "a.txt").write_text("text")
+  (tmp_path / "inner" / "b.bin").write_bytes(bytes(range(256)) * 10_000)
+  write_manifest(tmp_path)
+  return tmp_path
+
+
+def _damage(path, change):
+  content = bytearray(path.read_bytes())
+  change(content)
+  path.write_bytes(content)
+
+
+def flip(content):
+  content[len(content) // 2] ^= 1
+
+
+def truncate(content):
+  del content[-1]
+
+
+def test_an_unchanged_folder_is_verified_and_one_without_a_manifest_is_read_as_it_is(folder):
+  assert verify_manifest(folder)
+  (folder / MANIFEST_NAME).unlink()
+  assert not verify_manifest(folder)
+
+
+@pytest.mark.parametrize("change", [flip, truncate])
+@pytest.mark.parametrize("name", ["a.txt", "inner/b.bin"])
+def test_a_damaged_file_is_named(folder, name, change):
+  _damage(folder / name, change)
+  with pytest.raises(DamagedFileError, match=re.escape(str(folder / name))):
+    verify_manifest(folder)
+
+
+def test_a_missing_file_and_a_damaged_manifest_are_named(folder):
+  (folder / "a.txt").unlink()
+  with pytest.raises(DamagedFileError, match=r"a\.txt is missing"):
+    verify_manifest(folder)
+  _damage(folder / MANIFEST_NAME, truncate)
+  with pytest.raises(DamagedFileError, match=MANIFEST_NAME):
+    verify_manifest(folder)
+
+
+def test_processes_share_the_files_and_a_part_can_be_selected(folder):
+  _damage(folder / "inner" / "b.bin", flip)
+  assert verify_manifest(folder, share=(0, 2))
+  with pytest.raises(DamagedFileError):
+    verify_manifest(folder, share=(1, 2))
+  assert verify_manifest(folder, lambda name: not name.startswith("inner/"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import fnmatch
 import logging
 import os
 import re
@@ -15,12 +14,17 @@ from typing import Any
 import jax
 from etils import epath
 
-from rosetta_t5 import manifest
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.t5x_layouts import STATE_ITEM, state_path
-from rosetta_t5.files import read_json_object
+from rosetta_t5.files import (
+  MANIFEST_NAME,
+  DamagedFileError,
+  hash_file,
+  read_json_object,
+  verify_manifest,
+)
 from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
@@ -65,15 +69,7 @@ _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
 
 
 class UnreadableCheckpointError(ValueError):
-  """A checkpoint exists but cannot be read.
-
-  Attributes:
-    damage: what is wrong, without the advice that the message ends with.
-  """
-
-  def __init__(self, damage: str, advice: str = ""):
-    super().__init__(damage + advice)
-    self.damage = damage
+  """A checkpoint exists but cannot be read."""
 
 
 def checkpoint_path(directory: epath.PathLike, step: int) -> epath.Path:
@@ -100,16 +96,6 @@ def all_steps(directory: epath.PathLike) -> list[int]:
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)
 
 
-def files_matching(folder: epath.PathLike, pattern: str) -> list[epath.Path]:
-  """Returns what is in a folder and has a name like `*.index`, sorted; [] if there is no folder.
-
-  `Path.glob` would take brackets in the folder's own name for a part of the pattern.
-  """
-  folder = epath.Path(folder)
-  entries = folder.iterdir() if folder.is_dir() else ()
-  return sorted(entry for entry in entries if fnmatch.fnmatchcase(entry.name, pattern))
-
-
 def latest_step(directory: epath.PathLike) -> int | None:
   """Returns the last complete step under `directory`, or None."""
   return max(all_steps(directory), default=None)
@@ -121,21 +107,12 @@ def older_steps(path: epath.PathLike) -> list[int]:
   return [step for step in all_steps(epath.Path(path).parent) if step < own]
 
 
-def select_checkpoint(
-  directory: epath.PathLike, step: int | None, path: epath.PathLike | None = None
-) -> epath.Path:
-  """Returns `path` if it is given, else the checkpoint of a step under `directory`.
-
-  Args:
-    directory: a folder of checkpoints.
-    step: the step; None for the latest.
-    path: a checkpoint, instead of a step.
+def select_checkpoint(directory: epath.PathLike, step: int | None) -> epath.Path:
+  """Returns the checkpoint of a step under `directory`; with None, the latest.
 
   Raises:
-    ValueError: the checkpoint of `step` does not exist.
+    ValueError: there is no such checkpoint.
   """
-  if path is not None:
-    return epath.Path(path)
   steps = all_steps(directory)
   if not steps or step not in (None, *steps):
     found = f"there are steps {', '.join(map(str, steps))}" if steps else "there are none"
@@ -213,7 +190,7 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   folder = epath.Path(checkpoint_dir)
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
-  manifest.verify(folder, {RUN_FACTS}.__contains__)
+  verify_manifest(folder, {RUN_FACTS}.__contains__)
   return read_json_object(folder / RUN_FACTS) if (folder / RUN_FACTS).exists() else {}
 
 
@@ -226,7 +203,7 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.is_file() and (found := _detect_by_index(index)):
       return found
-  has_tensorflow_index = path.is_dir() and bool(files_matching(path, "*.ckpt-*.index"))
+  has_tensorflow_index = path.is_dir() and any(path.glob("*.ckpt-*.index"))
   is_tensorflow = has_tensorflow_index or epath.Path(f"{path}.index").exists()
   return CheckpointTypes.T5X_TF if is_tensorflow else None
 
@@ -317,8 +294,8 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
     return not is_position or (with_dataset and (folder / name).exists())
 
   try:
-    return manifest.verify(folder, select, (jax.process_index(), jax.process_count()))
-  except (OSError, manifest.DamagedFileError) as error:
+    return verify_manifest(folder, select, (jax.process_index(), jax.process_count()))
+  except (OSError, DamagedFileError) as error:
     raise unreadable_error(path, error) from error
 
 
@@ -330,8 +307,8 @@ def manifest_folder(path: epath.PathLike) -> epath.Path:
 
 def fingerprint(path: epath.PathLike) -> str | None:
   """Returns a hash of the content of the checkpoint at `path`; None if it has no manifest."""
-  file = manifest_folder(path) / manifest.NAME
-  return manifest.hash_file(file) if file.exists() else None
+  file = manifest_folder(path) / MANIFEST_NAME
+  return hash_file(file) if file.exists() else None
 
 
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
@@ -347,14 +324,9 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
       f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
       "damaged, and nothing has been changed. Start again once the machine can read it"
     )
-  text = f"checkpoint {folder} cannot be read: {reason}"
-  older = older_steps(folder)
-  if not older:
-    return UnreadableCheckpointError(f"{text}. There is no older checkpoint beside it.")
-  path = checkpoint_path(folder.parent, older[-1])
+  older = ", ".join(map(str, older_steps(folder))) or "none"
   return UnreadableCheckpointError(
-    f"{text}. Older steps beside it: {', '.join(map(str, older))}.",
-    f" To use step {older[-1]}, give the path {path}, or move {folder.name} out of {folder.parent}.",
+    f"checkpoint {folder} cannot be read: {reason}. Older steps beside it: {older}."
   )
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import manifest
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.saved_items import PIN_FILE, is_pinned_checkpoint
+from rosetta_t5.files import MANIFEST_NAME, files_in, write_manifest
 from rosetta_t5.user_errors import printable
 
 
@@ -110,7 +110,7 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   try:
     has_manifest = checkpoint_folders.verify_files(folder)
   except checkpoint_folders.UnreadableCheckpointError as error:
-    problems.append(error.damage)
+    problems.append(str(error))
   arrays = checkpoint_folders.read_arrays(folder)
   for name, array in arrays.items():
     try:
@@ -118,13 +118,13 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
         problems.append(f"{name} contains {num_nonfinite} values that are not finite")
     except (OSError, ValueError) as error:
       problems.append(f"{name} cannot be read: {error}")
-  comparison = f"files compared with {manifest.NAME}"
+  comparison = f"files compared with {MANIFEST_NAME}"
   if not has_manifest:
-    comparison = f"no {manifest.NAME} to compare with (verify --write writes it)"
+    comparison = f"no {MANIFEST_NAME} to compare with (verify --write writes it)"
     if write and not problems:
       root = checkpoint_folders.manifest_folder(folder)
-      manifest.write(root, [n for n in manifest.files_in(root) if n != PIN_FILE])
-      comparison = f"{manifest.NAME} written"
+      write_manifest(root, [n for n in files_in(root) if n != PIN_FILE])
+      comparison = f"{MANIFEST_NAME} written"
   summary = f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems"
   print("\n".join([*problems, summary]))
   return 1 if problems else 0

@@ -15,7 +15,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from rosetta_t5 import manifest
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import checkpoint_folders, saved_items
 from rosetta_t5.checkpoints.checkpoint_folders import (
@@ -27,6 +26,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
+from rosetta_t5.files import files_in, write_manifest
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 from rosetta_t5.user_errors import reason_of
@@ -199,8 +199,6 @@ class OrbaxCheckpointManagerInterface:
     self._pending_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
       items[DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
-      if shapes := saved_items.batch_shapes(self._dataset_iterator):
-        self._pending_facts[saved_items.BATCH_FACT] = shapes
     self._pending = step
     try:
       self._orbax_manager().save(step, args=ocp.args.Composite(**items), force=True)
@@ -267,7 +265,7 @@ class OrbaxCheckpointManagerInterface:
       ValueError: there is no such checkpoint.
     """
     del lazy_parameters
-    folder = checkpoint_folders.select_checkpoint(self.directory, step, path)
+    folder = epath.Path(path or checkpoint_folders.select_checkpoint(self.directory, step))
     self.restored_from = os.fspath(folder)
     if self.user_restore is not None:
       return self.user_restore(
@@ -311,16 +309,8 @@ class OrbaxCheckpointManagerInterface:
     )
 
   def _restore_dataset(self, folder: epath.Path) -> None:
-    stored = checkpoint_folders.read_run_facts(folder).get(saved_items.BATCH_FACT)
-    current = saved_items.batch_shapes(self._dataset_iterator)
+    args = saved_items.DatasetArgs(self._dataset_iterator)
     try:
-      if stored and current and stored != current:
-        raise ValueError(
-          f"checkpoint {folder} contains a position in data with batches of {stored}, but this run's have "
-          f"{current}. BATCH_SIZE, TASK_FEATURE_LENGTHS or packing differ, so the position refers to "
-          "other examples. Restore these settings"
-        )
-      args = saved_items.DatasetArgs(self._dataset_iterator)
       self._dataset_handler().restore(folder / DATASET_ITEM, args)
     except (OSError, KeyError) as error:
       raise unreadable_error(folder, error) from error
@@ -374,11 +364,11 @@ class OrbaxCheckpointManagerInterface:
     """
     final = checkpoint_folders.checkpoint_path(self.directory, self._pending or 0)
     pattern = f"{final.name}{ocp.path.atomicity.TMP_DIR_SUFFIX}*"
-    folder = next(iter(checkpoint_folders.files_matching(self.directory, pattern)), final)
+    folder = next(iter(sorted(self.directory.glob(pattern))), final)
     (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._pending_facts))
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):
-      manifest.write(folder, [n for n in manifest.files_in(folder) if n not in _COMMIT_FILES])
+      write_manifest(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])
 
   def _delete_removed(self) -> None:
     for folder in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):

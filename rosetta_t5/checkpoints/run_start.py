@@ -334,31 +334,26 @@ def _restore_latest_undamaged(
 ) -> Any:
   """Restores `path`, or if it is MODEL_DIR's latest checkpoint and damaged, the one before it."""
   while True:
-    state, failure = None, None
+    state, damage = None, ""
     try:
       state = restore(manager, path, cfg, fallback_state)
     except UnreadableCheckpointError as error:
-      failure = error
+      damage = str(error)
     # A process sees only damage in its part.
-    damages = allgather_text(failure.damage if failure else "", f"restored {path}", _TIMEOUT_S)
-    damage = next(filter(None, damages), None)
-    if damage is None:
+    damages = allgather_text(damage, f"restored {path}", _TIMEOUT_S)
+    if not any(damages):
       return state
-    is_own = model_dir is not None and epath.Path(path).parent == epath.Path(model_dir)
-    if not (is_own and cfg.mode == "latest" and older_steps(path)):
-      raise failure or UnreadableCheckpointError(damage)
-    path = _rename_damaged(epath.Path(path), damage)
+    folder, older = epath.Path(path), older_steps(path)
+    is_own = model_dir is not None and folder.parent == epath.Path(model_dir)
+    damage = next(filter(None, damages))
+    if not (is_own and cfg.mode == "latest" and older):
+      raise UnreadableCheckpointError(damage)
+    path = os.fspath(checkpoint_path(folder.parent, older[-1]))
+    if jax.process_index() == 0:
+      renamed = folder.with_name(f"damaged_{folder.name}")
+      if renamed.exists():  # A checkpoint of this step was damaged, and written again, before.
+        renamed = folder.with_name(f"{renamed.name}_{time.time_ns()}")
+      folder.rename(renamed)
+      _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, path)
+    broadcast_text("", f"renamed {folder.name}", _TIMEOUT_S)  # The others wait for the rename.
     manager.reload()
-
-
-def _rename_damaged(folder: epath.Path, damage: str) -> str:
-  """Renames a damaged checkpoint and returns the path of the one before it."""
-  older = os.fspath(checkpoint_path(folder.parent, older_steps(folder)[-1]))
-  if jax.process_index() == 0:
-    renamed = folder.with_name(f"damaged_{folder.name}")
-    if renamed.exists():  # A checkpoint of this step was damaged, and written again, before.
-      renamed = folder.with_name(f"{renamed.name}_{time.time_ns()}")
-    folder.rename(renamed)
-    _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, older)
-  # The other processes wait for the rename.
-  return broadcast_text(older, f"renamed {folder.name}", _TIMEOUT_S)

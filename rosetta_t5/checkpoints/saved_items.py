@@ -25,7 +25,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import (
   flatten_state_dict,
   unflatten_state_dict,
 )
-from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, checkpoint_path, files_matching
+from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error
 
@@ -34,8 +34,6 @@ SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 DATASET_PREFIX = "train_ds"
 PIN_FILE = "PINNED"
-# The run fact that stores the shapes of the batches. A position is valid only for these shapes.
-BATCH_FACT = "dataset_batch"
 
 _log = logging.getLogger(__name__)
 
@@ -184,7 +182,7 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
   """Stores and restores the position of an iterator with `save(filename)` and `restore(filename)`.
 
   The iterator may also have `is_shard_independent` (default False), which states that every shard has
-  the same position, and `element_spec`, the shapes and dtypes of its batches by feature.
+  the same position.
   """
 
   def __init__(self, checkpoint_filename: str, should_write_dataset_ckpt: bool = True):
@@ -210,7 +208,7 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
       ValueError: there is no stored position for this process in `directory`.
     """
     folder, filename = epath.Path(directory), self._filename
-    found = [file.name for file in files_matching(folder, f"{DATASET_PREFIX}-*")]
+    found = sorted(file.name for file in folder.glob(f"{DATASET_PREFIX}-*"))
     if not any(name.startswith(filename) for name in found):
       # A position that is only a step number is the same in every shard.
       if not (found and getattr(args.item, "is_shard_independent", False)):
@@ -227,12 +225,6 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
 ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)(
   DatasetArgs
 )
-
-
-def batch_shapes(iterator: Any) -> dict[str, list[int]]:
-  """Returns {feature: shape of a batch} of an iterator; {} if it does not provide them."""
-  spec = getattr(iterator, "element_spec", None) or {}
-  return {name: list(map(int, leaf.shape)) for name, leaf in sorted(spec.items())}
 
 
 @dataclasses.dataclass
@@ -340,7 +332,7 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
   if is_pinned_checkpoint(folder):
     return
   for parent in (folder, folder / DATASET_ITEM):
-    for position in files_matching(parent, f"{train_ds_prefix}*"):
+    for position in parent.glob(f"{train_ds_prefix}*"):
       position.rmtree() if position.is_dir() else position.unlink()
 
 
@@ -354,25 +346,19 @@ def populate_metrics_for_steps(
     metric_name: RUN/TAG. Both may contain slashes, so the longest RUN with the TAG is used.
     steps: the steps to look up.
   """
-  wanted = set(steps)
-  parts = metric_name.split("/")
-  for depth in range(len(parts) - 1, 0, -1):
-    run = epath.Path(checkpoints_dir).joinpath(*parts[:depth])
-    values = _read_scalars(run, "/".join(parts[depth:]))
-    if found := {step: value for step, value in values.items() if step in wanted}:
-      return found
-  return {}
-
-
-def _read_scalars(run: epath.Path, tag: str) -> dict[int, float]:
-  """Returns {step: value} of the scalar `tag` in a folder of TensorBoard's files."""
   from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
   from tensorboard.util import tensor_util
 
-  values = {}
-  for file in files_matching(run, "*tfevents*"):
-    for event in EventFileLoader(os.fspath(file)).Load():
-      for value in event.summary.value:
-        if value.tag == tag:
-          values[event.step] = tensor_util.make_ndarray(value.tensor).item()
-  return values
+  parts = metric_name.split("/")
+  for depth in range(len(parts) - 1, 0, -1):
+    run, tag = epath.Path(checkpoints_dir).joinpath(*parts[:depth]), "/".join(parts[depth:])
+    found = {
+      event.step: tensor_util.make_ndarray(value.tensor).item()
+      for file in sorted(run.glob("*tfevents*"))
+      for event in EventFileLoader(os.fspath(file)).Load()
+      for value in event.summary.value
+      if value.tag == tag
+    }
+    if values := {step: found[step] for step in steps if step in found}:
+      return values
+  return {}

@@ -34,11 +34,10 @@ from typing import Any
 import gin
 from gin.config import ConfigurableReference
 
-from rosetta_t5 import manifest
 from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.binding import bound_arguments, defaults
 from rosetta_t5.config.language.statements import leaves
-from rosetta_t5.files import read_json_object, write_atomically
+from rosetta_t5.files import read_json_object, verify_manifest, write_atomically, write_manifest
 from rosetta_t5.user_errors import ConfigError
 
 NAME = "model.json"
@@ -91,7 +90,7 @@ def write_model_file(folder: pathlib.Path) -> None:
   }
   content = _keep_inputs(content, folder)
   write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
-  manifest.write(folder, [NAME])
+  write_manifest(folder, [NAME])
 
 
 def read_model_file(file: pathlib.Path) -> ModelFile:
@@ -104,7 +103,7 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
     content = read_json_object(file)
     if (version := content.get("version")) != _VERSION:
       raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
-    manifest.verify(file.parent, lambda name: name == file.name)
+    verify_manifest(file.parent, lambda name: name == file.name)
     return ModelFile(file, _open_inputs(content, file.parent))
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} cannot be read as a model file: {error}") from error

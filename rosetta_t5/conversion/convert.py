@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import manifest, terminal
+from rosetta_t5 import terminal
 from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
@@ -23,7 +23,7 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
-from rosetta_t5.files import complete_folder
+from rosetta_t5.files import complete_folder, files_in, write_manifest
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -133,7 +133,7 @@ def convert(
     report(verified)
     if to == "hf":
       (unfinished / _CARD).write_text(_model_card(path, their_config, verified))
-    manifest.write(unfinished, [n for n in manifest.files_in(unfinished) if n != _CARD])
+    write_manifest(unfinished, [n for n in files_in(unfinished) if n != _CARD])
   report(f"wrote {final}")
   return final
 

@@ -16,9 +16,9 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
-from rosetta_t5 import manifest
 from rosetta_t5.argument_types import Positive
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.files import verify_manifest, write_manifest
 from rosetta_t5.inference.infer_fn import inference_step
 from rosetta_t5.parallel import BasePartitioner
 
@@ -152,7 +152,7 @@ def write_stablehlo(
   exported = jax_export.export(jax.jit(function), platforms=["cpu", "cuda"])(shapes, dict(features))
   (folder / _PROGRAM).write_bytes(exported.serialize())
   safetensors.numpy.save_file(flatten_dict(params, sep="/"), folder / _PARAMS)
-  manifest.write(folder, [_PROGRAM, _PARAMS])
+  write_manifest(folder, [_PROGRAM, _PARAMS])
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
@@ -168,7 +168,7 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
     DamagedFileError: a file has changed since the export.
   """
   path = epath.Path(folder)
-  manifest.verify(path)
+  verify_manifest(path)
   exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
   params = unflatten_dict(safetensors.flax.load_file(path / _PARAMS), sep="/")
   call = jax.jit(exported.call)

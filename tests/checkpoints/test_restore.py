@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny_state import Counter, Setup, write_older_layout
 
-from rosetta_t5 import cli, manifest
+from rosetta_t5 import cli
 from rosetta_t5.checkpoints import (
   UnreadableCheckpointError,
   checkpoint_folders,
@@ -20,10 +20,11 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import start_device_transfer
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step
+from rosetta_t5.files import MANIFEST_NAME, DamagedFileError, write_manifest
 from rosetta_t5.parallel import PjitPartitioner
 
 # Orbax completes these after the manifest; nothing reads them.
-NOT_IN_MANIFEST = {"_CHECKPOINT_METADATA", "commit_success.txt", manifest.NAME}
+NOT_IN_MANIFEST = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST_NAME}
 
 
 @pytest.fixture
@@ -78,9 +79,6 @@ def test_the_error_for_a_damaged_checkpoint_lists_the_older_ones(setup, three_st
   text = str(caught.value)
   assert f"checkpoint {three_steps}/checkpoint_3 cannot be read: " in text
   assert "Older steps beside it: 1, 2." in text
-  assert (
-    f"To use step 2, give the path {three_steps}/checkpoint_2, or move checkpoint_3 out" in text
-  )
   assert len(text) < 900
 
 
@@ -101,7 +99,7 @@ def test_the_error_for_the_only_checkpoint_reports_that_there_is_no_older_one(se
   manager.save(setup.state(step=1))
   manager.close()
   (tmp_path / "checkpoint_1/state/_METADATA").write_text("{")
-  with pytest.raises(UnreadableCheckpointError, match=r"There is no older checkpoint beside it"):
+  with pytest.raises(UnreadableCheckpointError, match=r"Older steps beside it: none"):
     setup.manager(tmp_path).restore()
 
 
@@ -197,7 +195,7 @@ def test_damage_to_a_file_is_an_error_that_names_the_file(setup, checkpoint, dam
 
 def test_damage_to_the_older_layout_is_an_error_that_names_the_file(setup, tmp_path):
   write_older_layout(tmp_path, setup.state(step=7))
-  manifest.write(tmp_path / "checkpoint_7")
+  write_manifest(tmp_path / "checkpoint_7")
   for file in files_of(tmp_path / "checkpoint_7"):
     content = file.read_bytes()
     flip(file)
@@ -216,13 +214,13 @@ def test_verify_names_a_damaged_position_and_run_facts(checkpoint, capsys):
     assert f"{name} is damaged" in capsys.readouterr().out
     (checkpoint / name).write_bytes(content)
   flip(checkpoint / "run_facts.json")
-  with pytest.raises(manifest.DamagedFileError, match=r"run_facts\.json is damaged"):
+  with pytest.raises(DamagedFileError, match=r"run_facts\.json is damaged"):
     read_run_facts(checkpoint)
 
 
 def test_a_checkpoint_without_a_manifest_is_restored(setup, checkpoint):
   before = fingerprint(checkpoint)
   assert before not in (None, fingerprint(checkpoint.with_name("checkpoint_6")))
-  (checkpoint / manifest.NAME).unlink()
+  (checkpoint / MANIFEST_NAME).unlink()
   assert fingerprint(checkpoint) is None
   restore_from(setup, checkpoint)

@@ -272,21 +272,6 @@ def test_a_damaged_checkpoint_in_another_folder_is_not_renamed(setup, pretrained
   assert all_steps(pretrained) == [10, 20]
 
 
-def test_a_dataset_position_for_another_batch_size_is_an_error(setup, counter, tmp_path):
-  save = SaveCheckpointConfig(period=1, save_dataset=True)
-  counter.element_spec = {"inputs": jax.ShapeDtypeStruct((8, 64), np.int32)}
-  _, manager = begin(setup, tmp_path, save, ds_iter=counter)
-  manager.save(setup.state(step=1))
-  manager.close()
-  begin(setup, tmp_path, save, ds_iter=counter)
-  counter.element_spec = {"inputs": jax.ShapeDtypeStruct((16, 64), np.int32)}
-  with pytest.raises(
-    ValueError,
-    match=r"batches of .*\[8, 64\].*have .*\[16, 64\].*BATCH_SIZE.*ignore_dataset_until=1",
-  ):
-    begin(setup, tmp_path, save, ds_iter=counter)
-
-
 def test_the_state_of_another_optimizer_is_initialized_with_fallback_to_scratch(
   setup, adam_setup, pretrained, tmp_path
 ):

@@ -56,6 +56,7 @@ def describe_data(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator)
   """
   description: Description = {
     "split": cfg.split,
+    "batch_size": cfg.batch_size,
     "task_feature_lengths": dict(cfg.task_feature_lengths or {}),
     "seed": cfg.seed,
     "shuffle": cfg.shuffle,

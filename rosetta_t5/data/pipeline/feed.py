@@ -188,7 +188,9 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     file = epath.Path(f"{filename}.feed")
     state = serialization.msgpack_restore(file.read_bytes()) if file.exists() else {}
     if self._description is not None and state.get("data") is not None:
-      changes = compare_descriptions(state["data"], self._description)
+      # Earlier versions did not describe the size of the batches.
+      stored = {"batch_size": self._description["batch_size"], **state["data"]}
+      changes = compare_descriptions(stored, self._description)
       if changes:
         raise ValueError(
           f"the training data has changed since the position {filename} was saved:\n"

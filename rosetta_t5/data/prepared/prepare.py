@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
-from rosetta_t5 import manifest as file_manifest
 from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.prepared.shards import (
@@ -38,7 +37,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   load_sentencepiece,
   lost_text_problems,
 )
-from rosetta_t5.files import exclusive_output, write_atomically
+from rosetta_t5.files import exclusive_output, write_atomically, write_manifest
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _MAX_SHARD_BYTES = 256 << 20
@@ -135,7 +134,7 @@ def prepare(
     write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
     # ArrayRecord detects damage of the shards themselves.
     indices = [path.name for path in folder.glob("*.ends.npy")]
-    file_manifest.write(folder, [VOCABULARY, MANIFEST, *indices])
+    write_manifest(folder, [VOCABULARY, MANIFEST, *indices])
   return manifest
 
 
