@@ -20,7 +20,7 @@ import optax
 from benchmarks.hugging_face import hugging_face_step
 from benchmarks.turns import Run, time_in_turns
 from rosetta_t5.cli.bench import add_arguments, compile_step
-from rosetta_t5.parallel import keep_freed_memory
+from rosetta_t5.parallel.process_settings import keep_freed_memory
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper, chain
 from rosetta_t5.training.optimizers.transformations import muon

@@ -135,7 +135,8 @@ def run_process(
 
   from rosetta_t5.data.tensorflow_import import import_tensorflow
   from rosetta_t5.distributed.coordination import join_processes
-  from rosetta_t5.parallel import PjitPartitioner, keep_freed_memory
+  from rosetta_t5.parallel import PjitPartitioner
+  from rosetta_t5.parallel.process_settings import keep_freed_memory
 
   logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs how long it waits for a save.
   import_tensorflow()  # TensorBoard's writer needs it; this mutes its startup messages.

@@ -211,7 +211,7 @@ add_train_args() {
 
 # The flags for this machine and size, then the user's own, which take precedence.
 set_xla_flags() {
-  XLA_FLAGS=$("$PYTHON" -m rosetta_t5.parallel.xla_flags "${SCRIPTS_DIR}/xla_flags/$1.txt")
+  XLA_FLAGS=$("$PYTHON" -m rosetta_t5.parallel.process_settings "${SCRIPTS_DIR}/xla_flags/$1.txt")
   export XLA_FLAGS
 }
 

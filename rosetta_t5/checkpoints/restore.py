@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import TreeError, convert_tre
 from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import partition_specs_of
+from rosetta_t5.parallel.axis_rules import partition_specs_of
 
 RestoreTransformation = Callable[..., Any]
 

@@ -19,7 +19,7 @@ from rosetta_t5.checkpoints.config import (
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.partition_specs import partition_specs_of
+from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 from rosetta_t5.training.train_state import InferenceState, TrainState
 

@@ -156,7 +156,7 @@ def join_run(command: CommandLine, read: Callable[[], Program] | None = None) ->
   takes longer (9.3 s instead of 8.3 s on two cores), because both need Python's interpreter lock.
   """
   from rosetta_t5.distributed import join_processes
-  from rosetta_t5.parallel import enable_compilation_cache, keep_freed_memory
+  from rosetta_t5.parallel.process_settings import enable_compilation_cache, keep_freed_memory
 
   keep_freed_memory()
   enable_compilation_cache()

@@ -16,7 +16,7 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int, Shaped
 
-from rosetta_t5.parallel.sharding_constraints import map_over_batch
+from rosetta_t5.parallel.axis_rules import map_over_batch
 
 PyTree = Any
 Cache = FrozenDict | dict[str, Any]

@@ -28,7 +28,7 @@ from rosetta_t5.gpu_program.roofline import Timeline, sum_by_kind, sum_by_source
 from rosetta_t5.networks.kernel_choice import KernelChoice
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
-from rosetta_t5.parallel.xla_flags import assemble_flags, read_flags
+from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
 from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.memory import size_text

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.parallel.sharding_constraints import context_shards
+from rosetta_t5.parallel.axis_rules import context_shards
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]

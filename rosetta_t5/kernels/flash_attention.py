@@ -30,7 +30,7 @@ from rosetta_t5.kernels.flash_kernels import (
   tile_range,
   visible_tiles,
 )
-from rosetta_t5.parallel.sharding_constraints import target_device
+from rosetta_t5.parallel.axis_rules import target_device
 from rosetta_t5.telemetry.gpus import gpu_of
 
 # Tensor cores need at least 16 of every dimension.

@@ -22,7 +22,7 @@ from rosetta_t5.networks.layers.dense import feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
 from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
 from rosetta_t5.networks.layers.norms import make_norm
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import with_sharding_constraint
 
 
 def _projection_attributes(config: TransformerConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import functools
 import flax.linen as nn
 import jax
 
-from rosetta_t5.parallel.sharding_constraints import context_shards, target_device
+from rosetta_t5.parallel.axis_rules import context_shards, target_device
 
 
 def computes_on_gpu(module: nn.Module) -> bool:

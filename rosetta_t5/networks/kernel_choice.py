@@ -14,13 +14,13 @@ from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import Segments
 from rosetta_t5.networks.layers.positions import make_boolean_mask
-from rosetta_t5.parallel.mesh import CONTEXT_AXIS
-from rosetta_t5.parallel.sharding_constraints import (
+from rosetta_t5.parallel.axis_rules import (
   context_shards,
   dividing_axes,
   target_device,
   with_sharding_constraint,
 )
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 
 
 class KernelChoice(NamedTuple):

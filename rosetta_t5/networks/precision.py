@@ -22,7 +22,7 @@ from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.kernel_choice import KernelChoice, choose_attention_kernel
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
 from rosetta_t5.networks.t5_config import replace_config
-from rosetta_t5.parallel.sharding_constraints import dividing_axes
+from rosetta_t5.parallel.axis_rules import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.
 _FIRST_CAPABILITY = 8.9

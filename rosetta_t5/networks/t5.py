@@ -29,7 +29,7 @@ from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import with_sharding_constraint
 
 
 def make_attention(config: Any, name: str, **attributes: Any) -> MultiHeadDotProductAttention:

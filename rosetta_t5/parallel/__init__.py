@@ -8,4 +8,3 @@ from rosetta_t5.parallel.partitioner import (
   PartitionedFunction,
   PjitPartitioner,
 )
-from rosetta_t5.parallel.process_settings import enable_compilation_cache, keep_freed_memory

@@ -1,8 +1,18 @@
-"""The rules that map logical axes of parameters and activations to mesh axes."""
+"""Logical axes: the rules that map them to mesh axes, and what follows from these.
+
+These are the PartitionSpecs of a train state, checked against the shapes of its arrays, and the shardings of
+activations inside a program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from flax.linen import partitioning as flax_partitioning
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.parallel.mesh import (
   BATCH_AXES,
@@ -12,8 +22,10 @@ from rosetta_t5.parallel.mesh import (
   FSDP_AXIS,
   MODEL_AXIS,
   PIPELINE_AXIS,
+  axis_names,
 )
 
+_Result = TypeVar("_Result")
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
 
@@ -43,6 +55,13 @@ _REPLICATED_AXES = (
   "stack",
   "mlp_activations",
 )
+
+# The setting of `PjitPartitioner` that determines the size of a mesh axis, if it is not `mesh`.
+_SETTINGS: dict[tuple[str, ...], str] = {
+  (MODEL_AXIS,): "num_partitions (or mesh's 'tensor')",
+  (PIPELINE_AXIS,): "mesh's 'pipeline'",
+  (EXPERT_AXIS,): "mesh's 'expert' (NUM_EXPERT_PARTITIONS in T5X's runs)",
+}
 
 
 def standard_logical_axis_rules(
@@ -84,57 +103,202 @@ def extend_axis_rules(
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
-  given = [(name, axis) for name, axis in rules]
-  extended = _with_split_parameters(_with_batch_axes(given, mesh_axes), mesh_axes)
-  # The rules of experts come first, so that the groups of an activation take `fsdp` before `embed` can.
-  names = {name for name, _ in given}
-  of_experts = [rule for rule in _expert_rules(mesh_axes) if rule[0] not in names]
-  return tuple(_with_split_positions([*of_experts, *extended], mesh_axes, sequence_parallel))
-
-
-def _batch_axes(mesh_axes: Collection[str]) -> tuple[str, ...]:
-  return tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
-
-
-def _with_batch_axes(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:
-  """In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch."""
-  axes = _batch_axes(mesh_axes)
-  if axes in ((), (DATA_AXIS,)):
-    return rules
-  return [("batch", axes) if rule == ("batch", DATA_AXIS) else rule for rule in rules]
-
-
-def _with_split_parameters(rules: list[AxisRule], mesh_axes: Collection[str]) -> list[AxisRule]:
+  batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
+  replaced: dict[AxisRule, AxisRule] = {}
+  # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
+  if len(batch_axes) > 1:
+    replaced["batch", DATA_AXIS] = ("batch", batch_axes)
+  if PIPELINE_AXIS in mesh_axes:
+    replaced["layers", None] = ("layers", PIPELINE_AXIS)
+  extended = [replaced.get((name, axis), (name, axis)) for name, axis in rules]
+  names = [name for name, _ in extended]
+  over_context = CONTEXT_AXIS in mesh_axes
   if FSDP_AXIS in mesh_axes:
-    names = [name for name, _ in rules]
     first = names.index("embed") if "embed" in names else len(names)
-    over_context = CONTEXT_AXIS in mesh_axes
-    embed: AxisRule = ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS)
-    rules = [*rules[:first], embed, *rules[first:]]
-  if PIPELINE_AXIS not in mesh_axes:
-    return rules
-  return [(name, PIPELINE_AXIS if name == "layers" else axis) for name, axis in rules]
-
-
-def _expert_rules(mesh_axes: Collection[str]) -> list[AxisRule]:
-  replicas = tuple(axis for axis in _batch_axes(mesh_axes) if axis != EXPERT_AXIS)
-  return [
+    extended.insert(first, ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS))
+  # The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first.
+  lengths: list[AxisRule] = [("length", CONTEXT_AXIS)] if over_context else []
+  if sequence_parallel:
+    lengths.insert(0, ("length", (CONTEXT_AXIS, MODEL_AXIS) if over_context else MODEL_AXIS))
+  if lengths:
+    extended = [*(rule for rule in extended if rule != ("length", None)), *lengths]
+  # The rules of experts come first, so that the groups of an activation take `fsdp` before `embed` can.
+  experts: tuple[AxisRule, ...] = (
     ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),
-    ("expert_replicas", replicas or DATA_AXIS),
+    ("expert_replicas", tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS),
     ("expert_mlp", MODEL_AXIS),
     ("unmodeled", None),
-  ]
+  )
+  return (*(rule for rule in experts if rule[0] not in names), *extended)
 
 
-def _with_split_positions(
-  rules: list[AxisRule], mesh_axes: Collection[str], sequence_parallel: bool
-) -> list[AxisRule]:
-  """The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first."""
-  if CONTEXT_AXIS in mesh_axes:
-    both: list[AxisRule] = [("length", (CONTEXT_AXIS, MODEL_AXIS))] if sequence_parallel else []
-    lengths = [*both, ("length", CONTEXT_AXIS)]
-  elif sequence_parallel:
-    lengths = [("length", MODEL_AXIS)]
-  else:
-    return rules
-  return [*(rule for rule in rules if rule != ("length", None)), *lengths]
+def to_partition_spec(rules: LogicalAxisRules, axes: PartitionSpec | None) -> PartitionSpec:
+  """Returns the PartitionSpec of an array with these logical axes."""
+  if axes is None:
+    return PartitionSpec()
+  known = {name for name, _ in rules}
+  if unknown := [axis for axis in axes if axis is not None and axis not in known]:
+    raise ValueError(
+      f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
+      f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules. Axes with a rule: "
+      f"{', '.join(sorted(known))}"
+    )
+  return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
+
+
+def partition_specs_of(
+  partitioner: Any, train_state: Any, axis_sizes: Mapping[str, int] | None = None
+) -> Any:
+  """Returns the train state with a valid PartitionSpec in place of each array.
+
+  Args:
+    partitioner: a `BasePartitioner`.
+    train_state: the state, or its shapes.
+    axis_sizes: the size of each mesh axis; None for those of the partitioner's mesh.
+
+  Raises:
+    ValueError: an array cannot be split like this, or there is a PartitionSpec where the state has no
+      array.
+  """
+  specs = complete_specs(partitioner, train_state)
+  check_partition_specs(train_state, specs, axis_sizes or partitioner.mesh.shape)
+  return specs
+
+
+def complete_specs(partitioner: Any, train_state: Any) -> Any:
+  """Returns the train state with a PartitionSpec in place of each array.
+
+  A partitioner may return None for a replicated array or for parts without arrays, as T5X's did.
+
+  Raises:
+    ValueError: there is a PartitionSpec where the state has no array.
+  """
+  given = dict(jax.tree_util.tree_flatten_with_path(partitioner.get_mesh_axes(train_state))[0])
+  specs = jax.tree_util.tree_map_with_path(
+    lambda path, _: given.pop(path, None) or PartitionSpec(), train_state
+  )
+  if given:
+    raise ValueError(
+      f"{type(partitioner).__name__}.get_mesh_axes must return a tree like the train state, but the "
+      f"state has no array {', '.join(map(jax.tree_util.keystr, given))}"
+    )
+  return specs
+
+
+def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str, int]) -> None:
+  """Raises ValueError unless the mesh axes divide every dimension that is split over them.
+
+  It also raises if the mesh has a pipeline and no array has the layers that its stages would share.
+
+  Args:
+    train_state: the shapes of the state.
+    specs: the same tree with a PartitionSpec for each array.
+    axis_sizes: the size of each mesh axis.
+  """
+
+  def check(path: Any, array: Any, spec: PartitionSpec) -> None:
+    for size, axes in zip(array.shape, spec, strict=False):
+      parts = _count_parts(axes, axis_sizes)
+      if size % parts:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        divisors = ", ".join(str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0)
+        setting = _SETTINGS.get(axis_names(axes), "mesh")
+        raise ValueError(
+          f"{name} of shape {tuple(array.shape)} cannot be split over {' and '.join(axis_names(axes))} "
+          f"into {parts} parts, because {size} is not a multiple of {parts}. Set "
+          f"partitioning.PjitPartitioner.{setting} so that the number of parts is one of {divisors}."
+        )
+
+  jax.tree_util.tree_map_with_path(check, train_state, specs)
+  stages = axis_sizes.get(PIPELINE_AXIS)
+  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+  is_split = any(PIPELINE_AXIS in axis_names(axes) for spec in all_specs for axes in spec)
+  if isinstance(stages, int) and stages > 1 and not is_split:
+    raise ValueError(
+      f"partitioning.PjitPartitioner.mesh has a pipeline of {stages} stages, but the layers are not "
+      "stacked: set network.TransformerConfig.scan_layers = True, or for T5 import "
+      "t5x.examples.scalable_t5.network in place of t5x.examples.t5.network, or set 'pipeline' to 1"
+    )
+
+
+def with_sharding_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+  """Returns `x`, split as the axis rules specify; without rules or a mesh, returns it unchanged.
+
+  It differs from flax's function of the same name in one case: a dimension that its mesh axes do not
+  divide is not split, such as the single position of a decoding step under sequence parallelism.
+
+  Args:
+    x: an activation.
+    names: the logical axis of each dimension, or None.
+  """
+  if not flax_partitioning.get_axis_rules() or jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(*dividing_axes(names, x.shape)))
+
+
+def dividing_axes(names: Sequence[str | None], shape: Sequence[int]) -> tuple[Any, ...]:
+  """Returns the mesh axes over which the axis rules split each dimension, as in a PartitionSpec.
+
+  It is None for a dimension that is not split, also because its mesh axes do not divide it.
+
+  Args:
+    names: the logical axis of each dimension of an activation or a matmul, or None.
+    shape: its sizes.
+  """
+  rules, mesh = flax_partitioning.get_axis_rules(), jax.sharding.get_abstract_mesh()
+  if not rules or mesh.empty:
+    return (None,) * len(shape)
+  spec = flax_partitioning.logical_to_mesh_axes(tuple(names), rules) or ()
+  counts = [_count_parts(axes, mesh.shape) for axes in spec]
+  return tuple(
+    axes if count > 1 and size % count == 0 else None
+    for axes, size, count in zip(spec, shape, counts, strict=True)
+  )
+
+
+def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
+  """Returns fn(x), where each device computes its own rows of the batch.
+
+  Use it for operations that XLA cannot partition, such as top-k, and would otherwise compute on every
+  device after an all-gather. Without axis rules or a mesh, or if these do not split the batch, it
+  just calls `fn`.
+
+  Args:
+    fn: treats each row independently; returns arrays whose first dimension is the batch.
+    x: [batch, ...].
+  """
+  (axes,) = dividing_axes(("batch",), x.shape[:1])
+  if axes is None:
+    return fn(x)
+  rows = PartitionSpec(axes)
+  mapped: _Result = jax.shard_map(fn, in_specs=rows, out_specs=rows)(x)
+  return mapped
+
+
+def count_shards(name: str) -> int:
+  """Returns into how many parts the axis rules split the logical axis `name`; 1 without a mesh."""
+  (axes,) = dividing_axes((name,), (0,))
+  return _count_parts(axes, jax.sharding.get_abstract_mesh().shape)
+
+
+def context_shards(*lengths: int) -> int:
+  """Returns into how many parts the mesh axis `context` splits rows; 1 without a mesh.
+
+  Rows of lengths that it does not divide are not split. Training refuses such lengths.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  shards = 1 if mesh.empty else mesh.shape.get(CONTEXT_AXIS, 1)
+  return 1 if any(length % shards for length in lengths) else int(shards)
+
+
+def _count_parts(axes: Any, axis_sizes: Any) -> int:
+  return math.prod(axis_sizes[name] for name in axis_names(axes))
+
+
+def target_device() -> Any:
+  """Returns a device of the mesh in use (`jax.set_mesh`), or else jax's first device.
+
+  The result has a `platform`, such as "gpu", and a `device_kind`. Code that asks for jax's default
+  backend instead is wrong when it traces a GPU program on a machine without a GPU.
+  """
+  return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]

@@ -44,18 +44,14 @@ def multiples_near(number: int, divisor: int) -> str:
 def check_batch_size(batch_size: int, axis_sizes: Mapping[str, int]) -> None:
   """Raises ValueError unless a batch can be split over a mesh with these axis sizes."""
   shards = count_batch_shards(axis_sizes)
-  if batch_size < 1:
-    raise ValueError(
-      f"batch size must be a positive multiple of {shards}, got {batch_size}: set BATCH_SIZE "
-      "(DatasetConfig.batch_size)"
-    )
-  if batch_size % shards:
+  if batch_size < 1 or batch_size % shards:
     names = [n for n in BATCH_AXES if n == DATA_AXIS or axis_sizes.get(n, 1) > 1]
     axes = f"axes {' and '.join(names)}" if len(names) > 1 else f"{DATA_AXIS} axis"
     raise ValueError(
       f"batch size {batch_size} cannot be split over the {shards} devices of the mesh's {axes} "
       f"(mesh {dict(axis_sizes)}): set BATCH_SIZE (in evaluation and inference "
-      f"DatasetConfig.batch_size) to a multiple of {shards}, such as {multiples_near(batch_size, shards)}"
+      f"DatasetConfig.batch_size) to a multiple of {shards}, such as "
+      f"{multiples_near(max(batch_size, 0), shards)}"
     )
 
 
@@ -155,23 +151,20 @@ class LocalChunker:
 
   def get_shard_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
     """Returns the index of this process's part of an array that is split over these axes."""
-    return self._number([a for a in self.mesh_axes if a in _names(sharded_mesh_axes)])
+    return self._number(sharded_mesh_axes, True)
 
   def get_replica_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
     """Returns the index of this process among those that have the same part."""
-    return self._number([a for a in self.mesh_axes if a not in _names(sharded_mesh_axes)])
+    return self._number(sharded_mesh_axes, False)
 
   def _part(self, axis: str, size: int) -> slice:
     length = size // self.num_chunks[axis]
     return slice(self.chunk_ids[axis] * length, (self.chunk_ids[axis] + 1) * length)
 
-  def _number(self, axes: Sequence[str]) -> int:
-    """Returns the index of this process's block along several axes; the last one varies fastest."""
-    number = 0
-    for axis in axes:
-      number = number * self.num_chunks[axis] + self.chunk_ids[axis]
+  def _number(self, axes: str | Sequence[str | None], are_counted: bool) -> int:
+    """Returns the index of this process's block along these axes, or along all others."""
+    named, number = [axes] if isinstance(axes, str) else axes, 0
+    for axis in self.mesh_axes:  # The last one varies fastest.
+      if (axis in named) == are_counted:
+        number = number * self.num_chunks[axis] + self.chunk_ids[axis]
     return number
-
-
-def _names(axes: str | Sequence[str | None]) -> set[str | None]:
-  return {axes} if isinstance(axes, str) else set(axes)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,20 +30,6 @@ OPTIONAL_AXES = (PIPELINE_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
 # The names of the axes in `PjitPartitioner.mesh`, outermost first. Tensor parallelism keeps T5X's name for
 # the mesh axis, `model`, which users' axis rules and models refer to.
 _COUNTED = (PIPELINE_AXIS, DATA_AXIS, EXPERT_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
-# Other names that people use for them.
-_ALSO_CALLED = {
-  "pp": "pipeline",
-  "dp": "data",
-  "ddp": "data",
-  "ep": "expert",
-  "zero": "fsdp",
-  "cp": "context",
-  "sp": "context",
-  "tp": "tensor",
-  "mp": "tensor",
-  MODEL_AXIS: "tensor",
-}
-_MAX_SUGGESTIONS = 4
 
 
 def default_mesh(
@@ -124,7 +109,7 @@ class MeshConfig:
     if num_devices % given or (not is_open and given != num_devices):
       raise ValueError(
         f"partitioning.PjitPartitioner.{self.setting} needs {'a multiple of ' * is_open}{given} devices, "
-        f"but there are {num_devices}. Possible meshes: {'; '.join(self._suggest(num_devices))}"
+        f"but there are {num_devices}: set sizes whose product divides {num_devices}"
       )
     sizes = {axis: num_devices // given if n == -1 else n for axis, n in self.sizes.items()}
     if not self.max_experts:
@@ -132,22 +117,6 @@ class MeshConfig:
     data = sizes[DATA_AXIS]
     experts = max(n for n in range(1, min(data, self.max_experts) + 1) if data % n == 0)
     return {DATA_AXIS: data // experts, EXPERT_AXIS: experts, MODEL_AXIS: sizes[MODEL_AXIS]}
-
-  def _suggest(self, num_devices: int) -> list[str]:
-    """Returns meshes of `num_devices` devices, those closest to the wanted one first."""
-    names = [
-      "tensor" if axis == MODEL_AXIS and FSDP_AXIS in self.sizes else axis for axis in self.sizes
-    ]
-    wanted = dict(zip(names, self.sizes.values(), strict=True))
-    meshes = [
-      dict(zip(wanted, (first, *others), strict=True))
-      for *others, first in _factorizations(num_devices, len(wanted))
-    ]
-
-    def distance(mesh: Mapping[str, int]) -> float:
-      return sum(abs(math.log2(mesh[n] / size)) for n, size in wanted.items() if size != -1)
-
-    return [str(mesh) for mesh in sorted(meshes, key=distance)[:_MAX_SUGGESTIONS]]
 
 
 def mesh_config(
@@ -164,78 +133,43 @@ def mesh_config(
     ValueError: no mesh is defined, or several are, or a setting is impossible.
   """
   submesh, ici, dcn = model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
-  for name, value, needed, is_set in (
-    ("dcn_mesh_shape", dcn, "ici_mesh_shape", ici),
-    ("mesh_order", tuple(mesh_order), "mesh", mesh),
-  ):
-    if value and not is_set:
-      raise ValueError(f"PjitPartitioner.{name} = {value} requires {needed}: set both, or neither")
-  _check_one_mesh(num_partitions, submesh, ici, mesh)
-  if mesh:
-    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
-  if ici:
-    return _hybrid_config(tuple(ici), None if dcn is None else tuple(dcn))
-  size = math.prod(submesh) if submesh else num_partitions
-  setting = f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
-  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size or 1}, setting)
-
-
-def _check_one_mesh(
-  num_partitions: int | None,
-  submesh: Shape | None,
-  ici: Shape | None,
-  mesh: Mapping[str, int] | None,
-) -> None:
-  """Raises ValueError unless exactly one of these settings defines the mesh."""
-  is_count = isinstance(num_partitions, numbers.Integral) and num_partitions > 0
-  if num_partitions is not None and not is_count:
+  if (dcn and not ici) or (mesh_order and not mesh):
     raise ValueError(
-      "PjitPartitioner.num_partitions, the number of devices that share one copy of the model, must "
-      f"be a positive integer, got {num_partitions!r}"
-    )
-  if not (num_partitions or submesh or ici or mesh):
-    raise ValueError(
-      "PjitPartitioner needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: "
-      "set partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or "
-      'mesh = {"data": -1}'
+      f"PjitPartitioner.dcn_mesh_shape = {dcn} requires ici_mesh_shape, and mesh_order = "
+      f"{tuple(mesh_order)} requires mesh: set both, or neither"
     )
   # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
-  ones = {None, 1, math.prod(submesh)} if submesh and not mesh else {None, 1}
-  if (num_partitions not in ones and (mesh or submesh)) or (mesh and (submesh or ici)):
+  is_implied = num_partitions == 1 or (submesh and num_partitions == math.prod(submesh))
+  settings = {
+    "num_partitions": None if is_implied or (ici and not mesh) else num_partitions,
+    "model_parallel_submesh": None if ici and not mesh else submesh,
+    "ici_mesh_shape": ici,
+    "mesh": mesh,
+  }
+  given = {name: value for name, value in settings.items() if value}
+  if len(given) > 1 or not (given or num_partitions):
     raise ValueError(
-      f"PjitPartitioner has several settings of the mesh: num_partitions = {num_partitions}, "
-      f"model_parallel_submesh = {submesh}, ici_mesh_shape = {ici}, mesh = {mesh}: set one of them, and "
-      "the others to None"
+      f"PjitPartitioner needs one of {', '.join(settings)}, got {given or 'none of them'}: set "
+      "partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or mesh = "
+      '{"data": -1}, and the others to None'
     )
-
-
-def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
+  if mesh:
+    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
+  if not ici:
+    size = math.prod(submesh) if submesh else num_partitions or 1
+    setting = (
+      f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
+    )
+    return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size}, setting)
   if {len(ici), len(dcn or ici)} != {2}:
     raise ValueError(
       "PjitPartitioner.ici_mesh_shape and dcn_mesh_shape must each be two integers (data, model), got "
-      f"{ici} and {dcn}"
+      f"{tuple(ici)} and {dcn}"
     )
   data, model = (i * d for i, d in zip(ici, dcn or (1, 1), strict=True))
-  setting = f"ici_mesh_shape = {ici}" + (f", dcn_mesh_shape = {dcn}" if dcn else "")
-  return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, (ici, dcn) if dcn else None)
-
-
-def _check_counts(counts: Mapping[str, int]) -> None:
-  """Raises ValueError for an unknown axis, an impossible size, or several open sizes."""
-  for name, size in counts.items():
-    if name not in _COUNTED:
-      meant = _ALSO_CALLED.get(str(name).lower(), str(name))
-      raise ValueError(
-        f"PjitPartitioner.mesh = {dict(counts)} has an unknown axis {name!r}"
-        f"{near_hint(meant, _COUNTED, 0.5)}. The axes must be among {', '.join(_COUNTED)}."
-      )
-    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-      raise ValueError(
-        f"PjitPartitioner.mesh = {dict(counts)}: the size of {name!r} must be a positive integer, or -1 "
-        f"for all remaining devices, got {size!r}"
-      )
-  if list(counts.values()).count(-1) > 1:
-    raise ValueError(f"PjitPartitioner.mesh = {dict(counts)}: only one axis may be -1")
+  setting = f"ici_mesh_shape = {tuple(ici)}" + (f", dcn_mesh_shape = {tuple(dcn)}" if dcn else "")
+  grids = (tuple(ici), tuple(dcn)) if dcn else None
+  return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, grids)
 
 
 def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str, int]:
@@ -246,10 +180,20 @@ def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str,
       is `data` by default. The others are 1 by default, and the `OPTIONAL_AXES` do not exist.
     order: the names of the outermost axes.
   """
-  _check_counts(counts)
+  names = ", ".join(_COUNTED)
+  for name, size in counts.items():
+    is_size = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
+    if name not in _COUNTED or not is_size:
+      raise ValueError(
+        f"PjitPartitioner.mesh = {dict(counts)}: {name!r} must be one of {names}"
+        f"{near_hint(str(name), _COUNTED, 0.5)}, and its size a positive integer, or -1 for all remaining "
+        f"devices, got {size!r}"
+      )
+  if list(counts.values()).count(-1) > 1:
+    raise ValueError(f"PjitPartitioner.mesh = {dict(counts)}: only one axis may be -1")
   if not set(order) <= set(_COUNTED) or len(set(order)) < len(order):
     raise ValueError(
-      f"PjitPartitioner.mesh_order must be different axes among {', '.join(_COUNTED)}, got {tuple(order)}"
+      f"PjitPartitioner.mesh_order must be different axes among {names}, got {tuple(order)}"
     )
   defaults = {name: 1 for name in _COUNTED if name not in OPTIONAL_AXES}
   sizes = defaults | {DATA_AXIS: 1 if -1 in counts.values() else -1} | dict(counts)
@@ -264,32 +208,16 @@ def hybrid_grid(
 
   Args:
     devices: all devices.
-    ici_mesh_shape: the grid within a node, or within several nodes that form one block.
-    dcn_mesh_shape: the grid of these blocks.
-
-  Raises:
-    ValueError: the blocks would split a node.
+    ici_mesh_shape: (data, model) within a node, or within several nodes that form one block.
+    dcn_mesh_shape: (data, model) over these blocks.
   """
-  nodes = len({_node_of(device) for device in devices})
-  if nodes % math.prod(dcn_mesh_shape) and nodes > 1:
-    possible = [n for n in range(1, nodes + 1) if nodes % n == 0]
-    raise ValueError(
-      f"the product of PjitPartitioner.dcn_mesh_shape = {tuple(dcn_mesh_shape)} must divide the number "
-      f"of nodes, {nodes}: set it to sizes whose product is one of {possible}"
-    )
-  in_order = np.empty(len(devices), dtype=object)
-  in_order[:] = sorted(devices, key=lambda d: (_node_of(d), d.process_index, d.id))
-  # Bring both parts of an axis together: (nodes, nodes, devices, devices) → (nodes, devices) twice.
-  ndim = len(ici_mesh_shape)
-  pairs = [part for axis in range(ndim) for part in (axis, ndim + axis)]
+  # jax's slice is the node of a TPU or GPU; on CPUs it is the process.
+  in_order = sorted(
+    devices, key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id)
+  )
+  grid = np.array(in_order, dtype=object).reshape(*dcn_mesh_shape, *ici_mesh_shape)
   shape = [i * d for i, d in zip(ici_mesh_shape, dcn_mesh_shape, strict=True)]
-  return in_order.reshape(*dcn_mesh_shape, *ici_mesh_shape).transpose(pairs).reshape(shape)
-
-
-def _node_of(device: Any) -> tuple[int, int]:
-  """Returns the node of a device: jax's slice on TPUs and GPUs, the process on CPUs."""
-  on_cpu = getattr(device, "platform", "cpu") == "cpu"
-  return (getattr(device, "slice_index", 0) or 0, device.process_index if on_cpu else 0)
+  return grid.transpose(0, 2, 1, 3).reshape(shape)
 
 
 def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
@@ -300,13 +228,3 @@ def count_batch_shards(axis_sizes: Mapping[str, int]) -> int:
 def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
   """Returns the mesh axes in an entry of a PartitionSpec, which is None, one name or several."""
   return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-  """Yields the tuples of `count` factors whose product is `number`."""
-  if count == 1:
-    yield (number,)
-    return
-  for factor in range(1, number + 1):
-    if number % factor == 0:
-      yield from ((factor, *others) for others in _factorizations(number // factor, count - 1))

@@ -19,6 +19,7 @@ from rosetta_t5.parallel.axis_rules import (
   LogicalAxisRules,
   extend_axis_rules,
   standard_logical_axis_rules,
+  to_partition_spec,
 )
 from rosetta_t5.parallel.data_layout import (
   DataLayout,
@@ -28,7 +29,7 @@ from rosetta_t5.parallel.data_layout import (
   get_data_layout,
 )
 from rosetta_t5.parallel.mesh import DATA_AXIS, axis_names, count_batch_shards, mesh_config
-from rosetta_t5.parallel.pipeline.schedule import PipelineSettings, pipeline_settings
+from rosetta_t5.parallel.pipeline import PipelineSettings, pipeline_settings
 
 PyTree = Any
 
@@ -97,7 +98,16 @@ class PartitionedFunction:
 
 
 class BasePartitioner(abc.ABC):
-  """The interface of a partitioner (T5X: BasePartitioner); subclass it to split arrays differently."""
+  """The interface of a partitioner (T5X: BasePartitioner); subclass it to split arrays differently.
+
+  Attributes:
+    mesh_config: the axes of the mesh, and the settings that decide them. It needs no device.
+    logical_axis_rules: the (logical axis, mesh axis) pairs, in the order in which they are tried.
+    pipeline: the settings of pipelines.
+  """
+
+  logical_axis_rules: LogicalAxisRules = ()
+  pipeline = PipelineSettings()
 
   def __init__(
     self,
@@ -111,7 +121,7 @@ class BasePartitioner(abc.ABC):
     mesh_order: Sequence[str] = (),
   ):
     shapes = (model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
-    self._mesh_config = mesh_config(num_partitions, *shapes, mesh, mesh_order)
+    self.mesh_config = mesh_config(num_partitions, *shapes, mesh, mesh_order)
     self._mesh_order = mesh_order
     # T5X's names, which users' subclasses and notebooks read.
     self._num_partitions = num_partitions or 1
@@ -123,42 +133,30 @@ class BasePartitioner(abc.ABC):
   @functools.cached_property
   def mesh(self) -> Mesh:
     """The mesh. It is made on first use, so that building a partitioner does not touch any device."""
-    return self._mesh_config.build(self._devices or jax.devices(self._backend))
+    return self.mesh_config.build(self._devices or jax.devices(self._backend))
 
   def on_devices(self, devices: Sequence[Any]) -> BasePartitioner:
     """Returns a copy whose mesh has these devices, such as GPUs that this machine does not have."""
-    changed = copy.copy(self)
-    changed.__dict__.pop("mesh", None)
-    changed._devices = devices
-    return changed
+    return self._with(_devices=devices)
 
   def with_mesh(self, mesh: Mapping[str, int]) -> BasePartitioner:
     """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
+    return self._with(mesh_config=mesh_config(mesh=mesh, mesh_order=self._mesh_order))
+
+  def _with(self, **attributes: Any) -> BasePartitioner:
     changed = copy.copy(self)
     changed.__dict__.pop("mesh", None)
-    changed._mesh_config = mesh_config(mesh=mesh, mesh_order=self._mesh_order)
+    changed.__dict__.update(attributes)
     return changed
-
-  def mesh_shape(self, num_devices: int) -> dict[str, int]:
-    """Returns the axis sizes of the mesh for a number of devices, without touching any device.
-
-    Raises:
-      ValueError: the number of devices does not fit.
-    """
-    return self._mesh_config.axis_sizes(num_devices)
-
-  @property
-  def mesh_reason(self) -> str:
-    """The settings that decide the shape of the mesh."""
-    return self._mesh_config.setting
 
   def move_params_to_devices(self, train_state: PyTree, train_state_axes: PyTree) -> PyTree:
     """Returns the state on the devices, each array split as `train_state_axes` specifies."""
-
-    def put(spec: PartitionSpec | None, array: Any) -> Any:
-      return jax.device_put(array, NamedSharding(self.mesh, spec or PartitionSpec()))
-
-    return jax.tree.map(put, train_state_axes, train_state, is_leaf=lambda x: x is None)
+    shardings = jax.tree.map(
+      lambda spec: NamedSharding(self.mesh, spec or PartitionSpec()),
+      train_state_axes,
+      is_leaf=lambda x: x is None,
+    )
+    return jax.device_put(train_state, shardings)
 
   @property
   def use_shardy_partitioner(self) -> bool:
@@ -168,7 +166,7 @@ class BasePartitioner(abc.ABC):
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """The PartitionSpec of a batch, whose first dimension is split over the mesh's `BATCH_AXES`."""
-    axes = self._mesh_config.batch_axes
+    axes = self.mesh_config.batch_axes
     return PartitionSpec(axes if len(axes) > 1 else DATA_AXIS)
 
   @property
@@ -216,30 +214,6 @@ class BasePartitioner(abc.ABC):
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with a PartitionSpec in place of each array."""
 
-  @abc.abstractmethod
-  def partition(
-    self,
-    fn: Callable[..., Any],
-    in_axis_resources: PyTree,
-    out_axis_resources: PyTree,
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] = (),
-  ) -> Any:
-    """Returns `fn` jitted for the mesh, with the given PartitionSpecs of its arguments and results."""
-
-  def compile(self, partitioned_fn: Any, *args: Any) -> Any:
-    """Returns `partitioned_fn`, the result of `partition`, compiled for arguments of these shapes."""
-    if isinstance(partitioned_fn, PartitionedFunction):
-      return partitioned_fn.compile(*args)
-    return partitioned_fn.lower(*args).compile()  # A subclass's `partition` may return a `jax.jit`.
-
-
-class BasePjitPartitioner(BasePartitioner):
-  """A partitioner that jits functions for its mesh; a subclass decides how the state is split (T5X)."""
-
-  _rules: tuple[AxisRule, ...] = ()
-  pipeline = PipelineSettings()
-
   def partition(
     self,
     fn: Callable[..., Any],
@@ -265,10 +239,20 @@ class BasePjitPartitioner(BasePartitioner):
       static_argnums=static_argnums,
       donate_argnums=donate_argnums,
     )
-    return PartitionedFunction(jitted, self.mesh, self._rules, pipeline=self.pipeline)
+    return PartitionedFunction(jitted, self.mesh, self.logical_axis_rules, pipeline=self.pipeline)
 
   def _shardings(self, axis_resources: PyTree) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), axis_resources)
+
+  def compile(self, partitioned_fn: Any, *args: Any) -> Any:
+    """Returns `partitioned_fn`, the result of `partition`, compiled for arguments of these shapes."""
+    if isinstance(partitioned_fn, PartitionedFunction):
+      return partitioned_fn.compile(*args)
+    return partitioned_fn.lower(*args).compile()  # A subclass's `partition` may return a `jax.jit`.
+
+
+class BasePjitPartitioner(BasePartitioner):
+  """T5X's name of a partitioner that jits functions for its mesh, which all do here."""
 
 
 class PjitPartitioner(BasePjitPartitioner):
@@ -315,34 +299,21 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ValueError: no mesh is defined, or several are, or `mesh_order` is set without `mesh`.
     """
+    shapes = (ici_mesh_shape, dcn_mesh_shape)
     super().__init__(
-      num_partitions,
-      model_parallel_submesh,
-      params_on_devices,
-      backend,
-      ici_mesh_shape,
-      dcn_mesh_shape,
-      mesh,
-      mesh_order,
+      num_partitions, model_parallel_submesh, params_on_devices, backend, *shapes, mesh, mesh_order
     )
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     self._given_rules = rules
-    self._rules = extend_axis_rules(rules, self._mesh_config.ruled_axes, sequence_parallel)
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
     self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)
 
-  def with_mesh(self, mesh: Mapping[str, int]) -> PjitPartitioner:
-    """Returns a copy with another mesh, {"data": …, "fsdp": …, "tensor": …}."""
-    changed: Any = super().with_mesh(mesh)
-    axes = changed._mesh_config.ruled_axes
-    changed._rules = extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
-    return changed
-
   @property
-  def logical_axis_rules(self) -> tuple[AxisRule, ...]:
+  def logical_axis_rules(self) -> tuple[AxisRule, ...]:  # type: ignore[override]
     """The (logical axis, mesh axis) pairs, in the order in which they are tried."""
-    return self._rules
+    axes = self.mesh_config.ruled_axes
+    return extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with a PartitionSpec in place of each array; an empty one replicates.
@@ -350,14 +321,14 @@ class PjitPartitioner(BasePjitPartitioner):
     Raises:
       ValueError: a logical axis has no rule.
     """
-    names, _ = jax.tree_util.tree_flatten_with_path(
-      self.get_logical_axes(train_state), is_leaf=_is_axis_names
+    axes_by_path = dict(
+      jax.tree.leaves_with_path(self.get_logical_axes(train_state), is_leaf=_is_axis_names)
     )
-    names_by_path = dict(names)
+    rules = self.logical_axis_rules
 
     def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:
-      axes = names_by_path.get(path)
-      spec = _to_spec(self._rules, axes)
+      axes = axes_by_path.get(path)
+      spec = to_partition_spec(rules, axes)
       return _split_over_data(spec, axes) if self.zero1 and _PARAM_STATES in path else spec
 
     # By path, because the tree of names may lack parts, and its dicts may be frozen.
@@ -367,20 +338,6 @@ class PjitPartitioner(BasePjitPartitioner):
 def _is_axis_names(node: Any) -> bool:
   """Returns whether a node of a tree of logical axes is the names of one array's axes."""
   return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
-
-
-def _to_spec(rules: LogicalAxisRules, axes: PartitionSpec | None) -> PartitionSpec:
-  """Returns the PartitionSpec of an array with these logical axes."""
-  if axes is None:
-    return PartitionSpec()
-  known = {name for name, _ in rules}
-  if unknown := [axis for axis in axes if axis is not None and axis not in known]:
-    raise ValueError(
-      f"logical axis {unknown[0]!r} has no rule: add ({unknown[0]!r}, None) or "
-      f"({unknown[0]!r}, 'model') to PjitPartitioner.logical_axis_rules. Axes with a rule: "
-      f"{', '.join(sorted(known))}"
-    )
-  return flax_partitioning.logical_to_mesh_axes(tuple(axes), rules) or PartitionSpec()
 
 
 def _split_over_data(spec: PartitionSpec, axes: PartitionSpec | None) -> PartitionSpec:

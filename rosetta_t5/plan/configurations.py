@@ -12,6 +12,7 @@ from typing import Any
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
 from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.parallel.axis_rules import check_partition_specs, complete_specs
 from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   DATA_AXIS,
@@ -21,8 +22,7 @@ from rosetta_t5.parallel.mesh import (
   PIPELINE_AXIS,
   count_batch_shards,
 )
-from rosetta_t5.parallel.partition_specs import check_partition_specs, complete_specs
-from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
+from rosetta_t5.parallel.pipeline import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.memory import StateMemory, size_text
 from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
@@ -120,7 +120,7 @@ def _configurations_by_mesh(
   if any_precision:
     precisions = {False, _can_use_fp8(model.network_config, gpu)}
   for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
-    sizes = partitioner.with_mesh(mesh).mesh_shape(plan.devices[0])
+    sizes = partitioner.with_mesh(mesh).mesh_config.axis_sizes(plan.devices[0])
     try:
       check_partition_specs(plan.state, specs, sizes)
     except ValueError:

@@ -18,9 +18,9 @@ from rosetta_t5.config.configuration import NOT_CHECKED, ResolvedRun, Rows
 from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
+from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
-from rosetta_t5.parallel.partition_specs import partition_specs_of
 from rosetta_t5.plan.configurations import GPU, changes_that_fit
 from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
@@ -132,7 +132,7 @@ class Plan:
   @functools.cached_property
   def mesh(self) -> dict[str, int]:
     """The size of each mesh axis."""
-    return self["partitioner"].mesh_shape(self.devices[0])
+    return self["partitioner"].mesh_config.axis_sizes(self.devices[0])
 
   @functools.cached_property
   def specs(self) -> Any:

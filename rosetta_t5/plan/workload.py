@@ -23,7 +23,7 @@ from rosetta_t5.parallel.mesh import (
   axis_names,
   count_batch_shards,
 )
-from rosetta_t5.parallel.pipeline.schedule import (
+from rosetta_t5.parallel.pipeline import (
   PipelineSchedule,
   PipelineSettings,
   choose_schedule,

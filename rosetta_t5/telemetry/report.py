@@ -21,12 +21,12 @@ def describe_setup(
   """Returns the first lines of a training run's header, before it reads data.
 
   Args:
-    partitioner: its `mesh`, and the settings that determine it, `mesh_reason`.
+    partitioner: its `mesh`, and the settings that determine it, `mesh_config.setting`.
     dataset_cfg: the `DatasetConfig` of the training data.
     save_cfg: the `SaveCheckpointConfig`; None if no checkpoints are saved.
     model_dir: the folder of all output.
   """
-  devices, reason = partitioner.mesh.devices, partitioner.mesh_reason
+  devices, reason = partitioner.mesh.devices, partitioner.mesh_config.setting
   axes = " ".join(f"{name}={size}" for name, size in partitioner.mesh.shape.items())
   given = dataset_cfg.task_feature_lengths or {}
   lengths = ", ".join(f"{name} {length}" for name, length in given.items())
@@ -96,7 +96,7 @@ def log_start(
     "devices": mesh.devices.size,
     "processes": jax.process_count(),
     "mesh": dict(mesh.shape),
-    "mesh_reason": partitioner.mesh_reason,
+    "mesh_reason": partitioner.mesh_config.setting,
     "batch_size": int(next(iter(sizes.values()))[0]),
     "lengths": {name: int(shape[1]) for name, shape in sizes.items() if len(shape) > 1},
     "computes": computation,

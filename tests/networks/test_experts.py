@@ -26,7 +26,7 @@ from tiny_models import (
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.parallel.partition_specs import partition_specs_of
+from rosetta_t5.parallel.axis_rules import partition_specs_of
 
 KEY = jax.random.PRNGKey(0)
 # One layer on each side, with experts.

@@ -37,26 +37,24 @@ def test_neighbouring_devices_share_a_copy_of_the_model():
   assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-def test_partitions_that_do_not_divide_the_devices_are_an_error_that_lists_those_that_do():
+def test_partitions_that_do_not_divide_the_devices_are_an_error():
   text = (
-    "PjitPartitioner.num_partitions = 3 needs a multiple of 3 devices, but there are 8. Possible meshes: "
-    "{'data': 2, 'model': 4}; {'data': 4, 'model': 2}; "
+    "PjitPartitioner.num_partitions = 3 needs a multiple of 3 devices, but there are 8: set sizes "
+    "whose product divides 8"
   )
   with pytest.raises(ValueError, match=re.escape(text)):
     default_mesh(3)
 
 
 @pytest.mark.parametrize(
-  ("inside", "over_nodes", "needs", "possible"),
+  ("inside", "over_nodes", "needs"),
   [
-    ((4, 4), None, "(4, 4) needs 16", "{'data': "),
-    ((2, 2), (3, 1), "(2, 2), dcn_mesh_shape = (3, 1) needs 12", "{'data': "),
+    ((4, 4), None, "(4, 4) needs 16"),
+    ((2, 2), (3, 1), "(2, 2), dcn_mesh_shape = (3, 1) needs 12"),
   ],
 )
-def test_a_mesh_shape_for_another_number_of_devices_is_an_error_that_suggests_one_that_fits(
-  inside, over_nodes, needs, possible
-):
-  text = f"ici_mesh_shape = {needs} devices, but there are 8. Possible meshes: {possible}"
+def test_a_mesh_shape_for_another_number_of_devices_is_an_error(inside, over_nodes, needs):
+  text = f"ici_mesh_shape = {needs} devices, but there are 8: set"
   with pytest.raises(ValueError, match=re.escape(text)):
     default_mesh(1, ici_mesh_shape=inside, dcn_mesh_shape=over_nodes)
 
@@ -64,8 +62,7 @@ def test_a_mesh_shape_for_another_number_of_devices_is_an_error_that_suggests_on
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    ({"num_partitions": 0}, "must be a positive integer, got 0"),
-    ({"num_partitions": "2"}, "must be a positive integer, got '2'"),
+    ({"num_partitions": 0}, "got none of them: set"),
     (
       {"dcn_mesh_shape": (2, 1)},
       "dcn_mesh_shape = (2, 1) requires ici_mesh_shape",
@@ -74,7 +71,10 @@ def test_a_mesh_shape_for_another_number_of_devices_is_an_error_that_suggests_on
       {"num_partitions": 1, "mesh_order": ("data",)},
       "mesh_order = ('data',) requires mesh: set both, or neither",
     ),
-    ({}, "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape and mesh: set"),
+    (
+      {},
+      "needs one of num_partitions, model_parallel_submesh, ici_mesh_shape, mesh, got none of them: set",
+    ),
     (
       {"model_parallel_submesh": (3, 1, 1, 1)},
       "model_parallel_submesh = (3, 1, 1, 1) needs a multiple of 3 devices, but there are 8",
@@ -106,12 +106,6 @@ def test_a_hybrid_mesh_keeps_a_nodes_devices_together():
   assert ids == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
-def test_a_grid_that_would_split_a_node_is_an_error_that_lists_those_that_would_not():
-  text = "dcn_mesh_shape = (4, 1) must divide the number of nodes, 2: set it to sizes"
-  with pytest.raises(ValueError, match=re.escape(text) + r".* one of \[1, 2\]"):
-    hybrid_grid(fake_devices(2, 4), (1, 2), (4, 1))
-
-
 def test_mesh_shapes_must_have_two_axes():
   with pytest.raises(
     ValueError, match=r"must each be two integers \(data, model\), got \(2, 2, 2\)"
@@ -140,25 +134,22 @@ def test_counts_define_a_mesh_and_the_open_axis_takes_the_remaining_devices(coun
   [
     (
       {"data": 2, "fsdp": 3},
-      "mesh = {'data': 2, 'fsdp': 3} needs 6 devices, but there are 8. Possible meshes: {'data': 2, "
-      "'fsdp': 4, 'tensor': 1}; ",
+      "mesh = {'data': 2, 'fsdp': 3} needs 6 devices, but there are 8: set sizes whose product",
     ),
     (
       {"tensor": 16},
-      "needs a multiple of 16 devices, but there are 8. Possible meshes: {'data': 1, ",
+      "needs a multiple of 16 devices, but there are 8",
     ),
     ({"fsdp": -1, "tensor": -1}, "only one axis may be -1"),
     (
       {"data": 8, "tensro": 1},
-      "has an unknown axis 'tensro' (did you mean 'tensor'?). The axes must be among pipeline, data,",
+      "'tensro' must be one of pipeline, data, expert, fsdp, context, tensor (did you mean 'tensor'?)",
     ),
-    ({"model": 2}, "(did you mean 'tensor'?)"),
-    ({"dp": 8}, "(did you mean 'data'?)"),
-    ({"fsdp": 0}, "the size of 'fsdp' must be a positive integer, or -1 for all"),
+    ({"fsdp": 0}, "and its size a positive integer, or -1 for all remaining devices, got 0"),
     ({"fsdp": 2.0}, "remaining devices, got 2.0"),
   ],
 )
-def test_impossible_counts_are_an_error_that_suggests_possible_ones(counts, text):
+def test_impossible_counts_are_an_error(counts, text):
   with pytest.raises(ValueError, match=re.escape(text)):
     mesh_config(mesh=counts).build(jax.devices())
 
@@ -173,7 +164,7 @@ def test_the_order_of_the_axes_can_be_set():
   with pytest.raises(
     ValueError, match=r"mesh_order must be different axes among .*got \('model',\)"
   ):
-    PjitPartitioner(mesh=mesh, mesh_order=("model",)).mesh_shape(8)
+    PjitPartitioner(mesh=mesh, mesh_order=("model",)).mesh_config.axis_sizes(8)
 
 
 def test_outer_axes_are_between_nodes():

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.parallel.pipeline.schedule import PipelineSettings
+from rosetta_t5.parallel.pipeline import PipelineSettings
 from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload

@@ -15,7 +15,7 @@ _SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts_gpu"
 # runs Python. The XLA flags that jax knows, for which its libraries are searched, are found once per file and
 # XLA_FLAGS.
 _PYTHON = """#!/usr/bin/env bash
-if [[ ${{2:-}} == rosetta_t5.parallel.xla_flags ]]; then
+if [[ ${{2:-}} == rosetta_t5.parallel.process_settings ]]; then
   hash=$(md5sum <<< "$3 ${{XLA_FLAGS:-}}")
   found={found}/${{hash%% *}}
   if [[ ! -e $found ]]; then

@@ -35,7 +35,9 @@ class Model:
 
 
 def setup(partitioner=None, lengths=None, save_cfg=None):
-  partitioner = partitioner or types.SimpleNamespace(mesh=default_mesh(2), mesh_reason=None)
+  partitioner = partitioner or types.SimpleNamespace(
+    mesh=default_mesh(2), mesh_config=types.SimpleNamespace(setting=None)
+  )
   cfg = types.SimpleNamespace(name="pile", batch_size=16, task_feature_lengths=lengths)
   return report.describe_setup(partitioner, cfg, save_cfg, "/runs/a").splitlines()
 

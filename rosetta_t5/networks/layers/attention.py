@@ -26,7 +26,7 @@ from rosetta_t5.networks.layers.dense import (
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
 from rosetta_t5.networks.layers.positions import apply_rotary
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import with_sharding_constraint
 
 
 class AttentionMode(enum.Enum):

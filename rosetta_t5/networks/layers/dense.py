@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
-from rosetta_t5.parallel.sharding_constraints import (
+from rosetta_t5.parallel.axis_rules import (
   context_shards,
   target_device,
   with_sharding_constraint,

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.sharding_constraints import (
+from rosetta_t5.parallel.axis_rules import (
   context_shards,
   dividing_axes,
   target_device,

@@ -17,7 +17,7 @@ from rosetta_t5.kernels.expert_routing import DISPATCHES, Routing
 from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW, ExpertSettings
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import DenseGeneral, Matmul, MlpBlock
-from rosetta_t5.parallel.sharding_constraints import (
+from rosetta_t5.parallel.axis_rules import (
   count_shards,
   dividing_axes,
   with_sharding_constraint,

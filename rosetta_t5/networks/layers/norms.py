@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu
 from rosetta_t5.networks.layers.dense import Initializer
-from rosetta_t5.parallel.sharding_constraints import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import with_sharding_constraint
 
 
 class LayerNorm(nn.Module):

@@ -19,8 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from rosetta_t5.kernels.xla_attention import bernoulli_of_rows
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.parallel.mesh import BATCH_AXES, PIPELINE_AXIS, axis_names
-from rosetta_t5.parallel.pipeline.schedule import choose_schedule
-from rosetta_t5.parallel.pipeline.stages import LAYER_INPUT, Pipeline, StageInput
+from rosetta_t5.parallel.pipeline import LAYER_INPUT, Pipeline, StageInput, choose_schedule
 
 PyTree = Any
 

@@ -68,4 +68,4 @@ class MoePjitPartitioner(PjitPartitioner):
     partitions = num_partitions or (None if model_parallel_submesh else 1)
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     super().__init__(partitions, model_parallel_submesh, logical_axis_rules=rules)
-    self._mesh_config = dataclasses.replace(self._mesh_config, max_experts=num_expert_partitions)
+    self.mesh_config = dataclasses.replace(self.mesh_config, max_experts=num_expert_partitions)

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 from forked_python import python
 
-from rosetta_t5.parallel.xla_flags import assemble_flags, find_known_flags, main, read_flags
+from rosetta_t5.parallel.process_settings import assemble_flags, find_known_flags, main, read_flags
 
 _FILES = sorted(
   (pathlib.Path(__file__).parents[2] / "scripts_gpu" / "xla_flags").glob("*.txt"), key=str
