@@ -63,9 +63,6 @@ PositiveNumber = Annotated[float | int, Condition("greater than 0", lambda x: 0 
 NonNegativeNumber = Annotated[float | int, Condition("of at least 0", lambda x: 0 <= x < math.inf)]
 # A rate of dropout, of smoothing, or of an average that decays.
 Rate = Annotated[float | int, Condition("of at least 0 and less than 1", lambda x: 0 <= x < 1)]
-PositiveRate = Annotated[
-  float | int, Condition("greater than 0 and less than 1", lambda x: 0 < x < 1)
-]
 Probability = Annotated[float | int, Condition("from 0 to 1", lambda x: 0 <= x <= 1)]
 Percentage = Annotated[float | int, Condition("from 0 to 100", lambda x: 0 <= x <= 100)]
 FolderName = Annotated[

@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
+RUN_LOG = "run-log.jsonl"  # in MODEL_DIR
 LINE_PERIOD_S = 30.0  # between the lines of a long operation in a log file
 _log = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Bar:
     self._total, self.completed, self._text = total, completed, ""
     self.is_drawn = not display.disable
     self._task = display.add_task(label, total=total, text="", amount="")
-    self.update()
+    self.update(completed)
 
   def advance(self, count: float = 1) -> None:
     """Adds to what is completed."""
@@ -241,40 +242,25 @@ def _is_first_process() -> bool:
   return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
-def positive_integer(text: str) -> int:
-  """Returns a positive integer.
+def _number_type(
+  convert: Callable[[str], T], holds: Callable[[T], bool], expected: str
+) -> Callable[[str], T]:
+  """Returns a type of options of argparse: a number that satisfies a condition."""
 
-  Raises:
-    ArgumentTypeError: the text is something else.
-  """
-  if not text.isdecimal() or int(text) < 1:
-    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-  return int(text)
+  def parse(text: str) -> T:
+    with contextlib.suppress(ValueError):
+      if holds(number := convert(text)):
+        return number
+    raise argparse.ArgumentTypeError(f"must be {expected}, got {text!r}")
 
-
-def positive_number(text: str) -> float:
-  """Returns a number greater than 0.
-
-  Raises:
-    ArgumentTypeError: the text is something else.
-  """
-  return _number_where(lambda number: 0 < number < float("inf"), "greater than 0", text)
+  return parse
 
 
-def percentage(text: str) -> float:
-  """Returns a number from 0 to 100.
-
-  Raises:
-    ArgumentTypeError: the text is something else.
-  """
-  return _number_where(lambda number: 0 <= number <= 100, "from 0 to 100", text)
-
-
-def _number_where(holds: Callable[[float], bool], expected: str, text: str) -> float:
-  with contextlib.suppress(ValueError):
-    if holds(number := float(text)):
-      return number
-  raise argparse.ArgumentTypeError(f"must be a number {expected}, got {text!r}")
+positive_integer = _number_type(int, lambda number: number > 0, "a positive integer")
+positive_number = _number_type(
+  float, lambda number: 0 < number < math.inf, "a number greater than 0"
+)
+percentage = _number_type(float, lambda number: 0 <= number <= 100, "a number from 0 to 100")
 
 
 def machine_path(text: str) -> str:

@@ -20,8 +20,7 @@ from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.telemetry.report import run_summary
-from rosetta_t5.telemetry.run_files import log_event
+from rosetta_t5.telemetry.report import log_event, run_summary
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,
@@ -257,7 +256,10 @@ class TrainLoop:
         "max_loss_ratio), or correct the data"
       )
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
-    counted = with_skipped_steps(restored.param_states, state.param_states)
+    total = skipped_steps(state.param_states)
+    counted = optax.tree_utils.tree_set(
+      restored.param_states, total_notfinite=jnp.int32(total or 0)
+    )
     self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
     terminal.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
@@ -271,7 +273,7 @@ class TrainLoop:
       self._seconds_waited += time.monotonic() - waiting_since
       self._step += 1
       yield batch
-      self._progress.follow(self._step, self.trainer.step_metrics)
+      self._progress.follow(self._step)
       # Checked before the next batch is drawn: a checkpoint stores the position in the data.
       if self._check_interruption():
         return

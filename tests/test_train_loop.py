@@ -9,7 +9,6 @@ import pathlib
 import signal
 import time
 import types
-from types import MappingProxyType
 
 import optax
 import pytest
@@ -47,7 +46,6 @@ class Trainer:
 
   first_nonfinite = None
   stop_training = False
-  step_metrics = MappingProxyType({})
 
   def __init__(self, after_batch=lambda batch: None):
     self.ranges, self.after_batch = [], after_batch

@@ -209,7 +209,10 @@ def check_same(values: Mapping[str, str], what: str, timeout_s: float) -> None:
   names = [name for name in {**values, **expected} if expected.get(name) != values.get(name)]
   line = ""
   if names:
-    own, first = (_shorten(side.get(names[0], "absent")) for side in (values, expected))
+    own, first = (
+      " ".join(side.get(names[0], "absent").split())[:_MAX_CHARACTERS]
+      for side in (values, expected)
+    )
     process = f"process {jax.process_index()} on {socket.gethostname()}"
     line = f"\n  {process}: {names[0]} is {own}, but {first} on process 0 ({len(names)} differ)"
   lines = [*filter(None, allgather_text(line, f"compare {what}", timeout_s))]
@@ -219,11 +222,6 @@ def check_same(values: Mapping[str, str], what: str, timeout_s: float) -> None:
       + "".join(lines[:_MAX_LINES])
       + "\nStart all processes with the same command, files and installed packages."
     )
-
-
-def _shorten(value: str) -> str:
-  value = " ".join(value.split())
-  return value if len(value) <= _MAX_CHARACTERS else f"{value[:_MAX_CHARACTERS]}…"
 
 
 def broadcast_text(text: str, name: str, timeout_s: float) -> str:

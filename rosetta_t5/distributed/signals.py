@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -60,7 +59,7 @@ class InterruptionListener:
     alone = jax.process_count() == 1
     # With several processes, jax handles SIGTERM itself.
     for number in (signal.SIGTERM, signal.SIGUSR1) if alone else (signal.SIGUSR1,):
-      self._handle(number, self._on_signal if alone else _send_sigterm)
+      self._handle(number, self._request if alone else _send_sigterm)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a background job
       self._handle(signal.SIGINT, lambda number, frame: None)
       self._listen_for_ctrl_c()
@@ -106,10 +105,10 @@ class InterruptionListener:
     text = "Ctrl-C: the run finishes this step and saves its state. Press it again to end at once."
     print(text, file=sys.stderr, flush=True)
     if jax.process_count() > 1:
-      _send_sigterm(signal.SIGINT, None)
-    self._is_requested = True
+      _send_sigterm()
+    self._request()
 
-  def _on_signal(self, number: int, frame: FrameType | None) -> None:
+  def _request(self, *signal_and_frame: object) -> None:
     self._is_requested = True
 
 
@@ -127,5 +126,5 @@ def until_interrupted(items: Iterable[T]) -> Iterator[T]:
     yield item
 
 
-def _send_sigterm(number: int, frame: FrameType | None) -> None:
+def _send_sigterm(*signal_and_frame: object) -> None:
   os.kill(os.getpid(), signal.SIGTERM)

@@ -13,22 +13,6 @@ from rosetta_t5.terminal import format_duration
 
 UNKNOWN = "–"
 _SECONDS_PER_DAY = 86400.0
-# As in the README of NVIDIA's T5X.
-COLUMNS = (
-  "Run",
-  "Size",
-  "GPU",
-  "Precision",
-  "#GPUs",
-  "TP",
-  "BS / GPU",
-  "Sequences/s",
-  "Seq/s/GPU",
-  "Est. walltime",
-  "GPU-days",
-  "MNLI (acc.)",
-  "SQuAD v1.1 (EM / F1)",
-)
 TRAINING, EXPERTS, EVALUATION, OTHER = "Training", "Experts", "Evaluation", "Other metrics"
 
 
@@ -93,12 +77,6 @@ _TRAINING = {
     ("memory/host_peak_gib", "GiB of the first process", 1),
   ],
 }
-# Title → (tag, unit, factor) of models with experts.
-_OF_EXPERTS = {
-  "Tokens that no expert computes": ("experts/fraction_tokens_left_behind", "% of tokens", 100),
-  "Used slots of experts": ("experts/expert_usage", "% of slots", 100),
-  "Probability of the chosen experts": ("experts/router_confidence", "", 1),
-}
 _LOAD = "experts/highest_load/"
 _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
 
@@ -110,12 +88,6 @@ def choose_panels(runs: Sequence[Run]) -> list[Panel]:
   shown = {(line.group, line.tag) for panel in panels for line in panel.lines}
   others = sorted(recorded - shown, key=lambda key: (key[0] != "train", key))
   return panels + [Panel(OTHER, tag, group, (Line(group, tag),)) for group, tag in others]
-
-
-def missing_titles(panels: Sequence[Panel]) -> list[str]:
-  """Returns the charts of training that no run has recorded."""
-  present = {panel.title for panel in panels if panel.section == TRAINING}
-  return [title for title in _TRAINING if title not in present]
 
 
 def _training_panels(recorded: Metrics) -> Iterator[Panel]:
@@ -134,9 +106,6 @@ def _expert_panels(recorded: Metrics) -> Iterator[Panel]:
   if loads:
     lines = tuple(Line("train", tag, tag.removeprefix(_LOAD)) for tag in loads)
     yield Panel(EXPERTS, "Load of the most popular expert, by layer", "times the mean load", lines)
-  for title, (tag, unit, factor) in _OF_EXPERTS.items():
-    if ("train", tag) in recorded:
-      yield Panel(EXPERTS, title, unit, (Line("train", tag, factor=factor),))
 
 
 def _in_layer_order(tag: str) -> tuple[str, int]:
@@ -167,8 +136,8 @@ def _task(group: str) -> str:
   return group.partition("/")[2]
 
 
-def summary_row(run: Run) -> list[str]:
-  """Returns the cells of COLUMNS for a run; UNKNOWN where its files do not say."""
+def summary_row(run: Run) -> dict[str, str]:
+  """Returns a run's row in the table of NVIDIA's T5X, by column; UNKNOWN where its files do not say."""
   setup, mesh, computes = run.setup, run.setup.get("mesh"), str(run.setup.get("computes", ""))
   # T5X records no setup, but both rates, whose ratio is the number of devices.
   speed = _median(run, "timing/seqs_per_second")
@@ -179,21 +148,21 @@ def summary_row(run: Run) -> list[str]:
   steps = _positive(setup.get("total_steps", run.config.get("TRAIN_STEPS")))
   days = steps * batch / speed / _SECONDS_PER_DAY
   fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
-  return [
-    run.name,
-    _format(run.num_parameters / 1e6, ",.4g", "\N{NO-BREAK SPACE}M"),
-    str(setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
-    (computes.partition(";")[0] or UNKNOWN) + fp8,
-    _format(devices, ",.0f"),
-    _format(_positive(mesh.get("model") if isinstance(mesh, dict) else None), ".0f"),
-    _format(batch / devices, ",.4g"),
-    _format(speed, ",.4g"),
-    _format(speed / devices, ",.4g"),
-    format_duration(days * _SECONDS_PER_DAY) if math.isfinite(days) else UNKNOWN,
-    _format(days * devices, ",.3g"),
-    _score(run, "mnli", ("accuracy",)),
-    _score(run, "squad", ("em", "f1")),
-  ]
+  return {
+    "Run": run.name,
+    "Size": _format(run.num_parameters / 1e6, ",.4g", "\N{NO-BREAK SPACE}M"),
+    "GPU": str(setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
+    "Precision": (computes.partition(";")[0] or UNKNOWN) + fp8,
+    "#GPUs": _format(devices, ",.0f"),
+    "TP": _format(_positive(mesh.get("model") if isinstance(mesh, dict) else None), ".0f"),
+    "BS / GPU": _format(batch / devices, ",.4g"),
+    "Sequences/s": _format(speed, ",.4g"),
+    "Seq/s/GPU": _format(speed / devices, ",.4g"),
+    "Est. walltime": format_duration(days * _SECONDS_PER_DAY) if math.isfinite(days) else UNKNOWN,
+    "GPU-days": _format(days * devices, ",.3g"),
+    "MNLI (acc.)": _score(run, "mnli", ("accuracy",)),
+    "SQuAD v1.1 (EM / F1)": _score(run, "squad", ("em", "f1")),
+  }
 
 
 def _median(run: Run, tag: str) -> float:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from rosetta_t5.files import write_atomically
-from rosetta_t5.run_report.contents import COLUMNS, choose_panels, missing_titles, summary_row
+from rosetta_t5.run_report.contents import choose_panels, summary_row
 from rosetta_t5.run_report.run_folder import (
   Run,
   Series,
@@ -94,15 +94,13 @@ class ReportServer(http.server.ThreadingHTTPServer):
       refresh_seconds: how often the page asks for new data.
 
     Raises:
-      ValueError: a folder contains no run, or the port is in use.
+      ValueError: a folder contains no run.
+      OSError: the port is in use.
     """
     self._folders = folders
     self._refresh_seconds = refresh_seconds
     read_runs(folders)  # Errors are reported before anything is served.
-    try:
-      super().__init__((_HOST, port), _Handler)
-    except (OSError, OverflowError) as error:
-      raise ConfigError(f"--port {port} cannot be used ({error}): give another one") from error
+    super().__init__((_HOST, port), _Handler)
 
   @property
   def address(self) -> str:
@@ -163,7 +161,7 @@ def build_page(runs: Sequence[Run], refresh_seconds: float = 0) -> str:
     "style": _page_file("page.css"),
     "refresh": f"{refresh_seconds:g}",
     "data": encode_data(runs),
-    "plotly": _compress(_plotly_source().encode()),
+    "plotly": _compress(_page_file("plotly.min.js", "plotly.package_data").encode()),
     "program": _page_file("page.js"),
   }
   return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _page_file("page.html"))
@@ -180,11 +178,10 @@ def encode_data(runs: Sequence[Run]) -> str:
   max_points = min(_MAX_POINTS_OF_SERIES, max(20, _MAX_POINTS // count))
   data = {
     "created": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-    "columns": COLUMNS,
+    "columns": list(summary_row(runs[0])),
     "panels": [
       panel._asdict() | {"lines": [line._asdict() for line in panel.lines]} for panel in panels
     ],
-    "missing": missing_titles(panels),
     "runs": [_describe_run(run, max_points) for run in runs],
   }
   return _compress(json.dumps(data, allow_nan=False).encode())
@@ -201,7 +198,7 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
   return {
     "name": run.name,
     "folder": str(run.folder),
-    "row": summary_row(run),
+    "row": list(summary_row(run).values()),
     "notes": run.notes,
     "duration": last_time - first_time,
     "tokensPerStep": positions or None,
@@ -286,14 +283,8 @@ def _about(run: Run) -> list[tuple[str, str]]:
   return [*rows, ("checkpoints", f"kept: {kept or 'none'}"), ("folder", str(run.folder))]
 
 
-def _plotly_source() -> str:
-  import plotly
-
-  return (importlib.resources.files(plotly) / "package_data" / "plotly.min.js").read_text("utf-8")
-
-
-def _page_file(name: str) -> str:
-  return (importlib.resources.files(__package__) / "page_files" / name).read_text("utf-8")
+def _page_file(name: str, package: str = f"{__package__}.page_files") -> str:
+  return (importlib.resources.files(package) / name).read_text("utf-8")
 
 
 def _compress(content: bytes) -> str:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from rosetta_t5.telemetry.run_files import RUN_LOG
+from rosetta_t5.terminal import RUN_LOG
 
 GROUPS = ("train", "training_eval", "inference_eval")
 _HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it

@@ -97,8 +97,8 @@ def flops_of_model(model: Any, batch: Mapping[str, Any]) -> float | None:
 
 def peak_flops(devices: Iterable[jax.Device]) -> float | None:
   """Returns the sum of the devices' peaks in FLOP/s; None if the peak of one is unknown."""
-  peaks = [peak_of(device.device_kind) for device in devices]
-  return None if None in peaks else sum(peak for peak in peaks if peak is not None)
+  gpus = [gpu_of(device.device_kind) for device in devices]
+  return sum(gpu.bfloat16 for gpu in gpus if gpu) if all(gpus) else None
 
 
 def peak_of(device_kind: str) -> float | None:

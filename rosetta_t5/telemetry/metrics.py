@@ -62,9 +62,7 @@ class Step(clu_metrics.Metric):
   def compute(self) -> Scalar:
     """Returns the number of steps; raises ValueError if it is not set."""
     if self.steps is None:
-      raise ValueError(
-        f"{type(self).__name__} has no steps: call replace_steps(steps) before compute()"
-      )
+      raise ValueError(f"{type(self).__name__} has no steps: call replace_steps before compute")
     return self.steps
 
 
@@ -117,9 +115,7 @@ class Time(clu_metrics.Metric):
   def compute(self) -> Scalar:
     """Returns the seconds; raises ValueError if they are not set."""
     if self.duration is None:
-      raise ValueError(
-        f"{type(self).__name__} has no duration: call replace_duration(seconds) before compute()"
-      )
+      raise ValueError(f"{type(self).__name__} has no duration: call replace_duration first")
     return self.duration
 
 

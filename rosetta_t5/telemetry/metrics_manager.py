@@ -17,7 +17,6 @@ import numpy as np
 from clu import values as clu_values
 
 from rosetta_t5.telemetry.metrics import set_step_metrics_num_steps, set_time_metrics_duration
-from rosetta_t5.telemetry.trackers import NullWriter
 
 PyTree = Any
 Values = Mapping[str, clu_values.Value]
@@ -26,14 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 def make_tensorboard_writer(name: str, summary_dir: str) -> Any:
-  """Returns clu's writer for the folder `summary_dir/name`; without TensorFlow, one that does nothing."""
-  try:
-    import tensorflow as tf
-    from clu import metric_writers
-  except ImportError as error:
-    hint = "pip install tensorflow tensorboard"
-    _log.warning("no TensorBoard files are written for %s: %s (%s)", name, error, hint)
-    return NullWriter(name)
+  """Returns clu's writer for the folder `summary_dir/name`."""
+  import tensorflow as tf
+  from clu import metric_writers
+
   # TensorFlow must not allocate the accelerator's memory to write a few numbers.
   tf.config.set_visible_devices([], "GPU")
   return metric_writers.SummaryWriter(os.path.join(summary_dir, name))
@@ -72,9 +67,8 @@ class MetricsManager:
       root = os.fspath(summary_dir)
       self._writers.append(_Writer(functools.partial(make_writer, name, root)))
       for make in extra_writers:
-        writer = _Writer(functools.partial(make, name, root))
-        writer.open()  # now: a missing package is reported before training
-        self._writers.append(writer)
+        writer = make(name, root)  # now: a missing package is reported before training
+        self._writers.append(_Writer(functools.partial(make, name, root), writer))
     self._clock_started: concurrent.futures.Future[float] | None = None
     self._clock_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-clock")
     self._writer_thread = concurrent.futures.ThreadPoolExecutor(1, "metrics-writer")
@@ -177,18 +171,14 @@ class MetricsManager:
 class _Writer:
   """A clu MetricWriter that is opened at its first write. An error does not end the run."""
 
-  def __init__(self, make: Callable[[], Any]):
-    self._make, self._writer = make, None
-
-  def open(self) -> None:
-    """Opens the writer."""
-    self._writer = self._make()
+  def __init__(self, make: Callable[[], Any], writer: Any = None):
+    self._make, self._writer = make, writer
 
   def call(self, method: str, *args: Any, **kwargs: Any) -> None:
     """Calls a method of the writer; after an error, the next write opens it again."""
     try:
       if self._writer is None and method.startswith("write_"):
-        self.open()
+        self._writer = self._make()
       if self._writer is not None:
         getattr(self._writer, method)(*args, **kwargs)
     except Exception as error:

@@ -1,18 +1,24 @@
-"""The texts printed before and after a training run, and after an evaluation of checkpoints."""
+"""The texts printed before and after a run, and its files model-info.txt and run-log.jsonl in MODEL_DIR."""
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+import pathlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import traverse_util
 
 from rosetta_t5.telemetry.flops import flops_of_model
-from rosetta_t5.telemetry.run_files import count_parameters, log_event
-from rosetta_t5.terminal import format_duration
+from rosetta_t5.terminal import RUN_LOG, format_duration, optional_output
 
 _HEADER_WIDTH = len("computes")
+_log = logging.getLogger(__name__)
 
 
 def describe_setup(
@@ -94,9 +100,7 @@ def log_start(
     "total_steps": steps[1],
     "device": mesh.devices.flat[0].device_kind,
     "devices": mesh.devices.size,
-    "processes": jax.process_count(),
     "mesh": dict(mesh.shape),
-    "mesh_reason": partitioner.mesh_config.setting,
     "batch_size": int(next(iter(sizes.values()))[0]),
     "lengths": {name: int(shape[1]) for name, shape in sizes.items() if len(shape) > 1},
     "computes": computation,
@@ -140,8 +144,25 @@ def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]
 
   The cell of a metric that a step does not have is empty.
   """
-  tasks = list(dict.fromkeys(task for by_task in metrics.values() for task in by_task))
-  return "\n".join(_format_task(task, metrics) for task in tasks)
+  tasks = dict.fromkeys(task for by_task in metrics.values() for task in by_task)
+  return "\n".join(line for task in tasks for line in _table_lines(task, metrics))
+
+
+def _table_lines(
+  task: str, metrics: Mapping[int, Mapping[str, Mapping[str, float]]]
+) -> Iterator[str]:
+  by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
+  names = list(dict.fromkeys(name for values in by_step.values() for name in values))
+  rows = [[task, "step", *names]]
+  for step, values in by_step.items():
+    cells: list[Any] = [values.get(name, "") for name in names]
+    rows.append(
+      ["", str(step), *(str(x) if isinstance(x, int | str) else f"{x:.5g}" for x in cells)]
+    )
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for title, *row in rows:
+    aligned = map(str.rjust, row, widths[1:])
+    yield "  ".join([title.ljust(widths[0]), *aligned]).rstrip()
 
 
 def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
@@ -149,22 +170,76 @@ def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
   return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
 
-def _cell(value: Any) -> str:
-  """Returns a measured number in five digits, and a count or a text as it is."""
-  return str(value) if isinstance(value, int | str) else f"{value:.5g}"
+def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> None:
+  """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
+
+  Args:
+    event: `start`, `end` or `restored`.
+    **fields: numbers, texts, and lists and dictionaries of them.
+  """
+  if jax.process_index() != 0:
+    return
+  folder = pathlib.Path(model_dir)
+  with optional_output(RUN_LOG):
+    if event == "start":  # A folder that was moved during the run is not created again.
+      folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RUN_LOG).open("a", encoding="utf-8") as file:
+      file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
 
-def _format_task(task: str, metrics: Mapping[int, Mapping[str, Mapping[str, float]]]) -> str:
-  by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
-  names = list(dict.fromkeys(name for values in by_step.values() for name in values))
-  rows = [["step", *names]]
-  for step, values in by_step.items():
-    cells = [_cell(values.get(name, "")) for name in names]
-    rows.append([str(step), *cells])
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  lines = []
-  for row in rows:
-    title = task if row is rows[0] else " " * len(task)
-    cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-    lines.append("  ".join([title, *cells]).rstrip())
-  return "\n".join(lines)
+def log_model_info(
+  log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
+) -> None:
+  """Writes `model_info` to `log_file`, or to the log if it is None, on the first process only."""
+  if jax.process_index() != 0:
+    return
+  text = model_info(full_train_state, partitioner)
+  if log_file is None:
+    _log.info("%s", text)
+    return
+  with optional_output("model-info.txt"):
+    os.makedirs(os.path.dirname(log_file), exist_ok=True)
+    pathlib.Path(log_file).write_text(text)
+
+
+def model_info(full_train_state: Any, partitioner: Any) -> str:
+  """Lists a train state in T5X's format: parameters, their number, then the rest of the state.
+
+  Args:
+    full_train_state: a train state of arrays or of their shapes.
+    partitioner: its `get_logical_axes` and `get_mesh_axes` return the axes of each array.
+  """
+  arrays = _flatten(full_train_state)
+  logical_axes = _flatten(partitioner.get_logical_axes(full_train_state))
+  mesh_axes = _flatten(partitioner.get_mesh_axes(full_train_state))
+  sections: dict[str, list[str]] = {"target": [], "state": [], "flax_mutables": []}
+  for path, array in sorted(arrays.items()):
+    section, *names = path
+    if section == "flax_mutables":
+      names = [section, *names]
+    line = _format_array("/".join(names), array, logical_axes.get(path), mesh_axes.get(path))
+    sections[section].append(line)
+  total = count_parameters(full_train_state.params)
+  rest = [*sections["state"], *sections["flax_mutables"]]
+  lines = [*sections["target"], f"Total number of parameters: {total}", "", *rest]
+  return "".join(f"{line}\n" for line in lines)
+
+
+def count_parameters(params: Any) -> int:
+  """Returns the number of scalars in a tree of arrays or shapes."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
+  leaves = traverse_util.flatten_dict(train_state.state_dict())
+  return {path: leaf for path, leaf in leaves.items() if leaf is not None}
+
+
+def _format_array(name: str, array: Any, logical_axes: Any, mesh_axes: Any) -> str:
+  # T5X prints None as the partition spec of an array without logical axes, which is replicated.
+  size, shape = math.prod(array.shape), str(tuple(array.shape))
+  spec = tuple(mesh_axes) if logical_axes else None
+  if logical_axes and len(logical_axes) == len(array.shape):  # They may be fewer, as in T5X.
+    dims = (f"{axis}={size}" for axis, size in zip(logical_axes, array.shape, strict=True))
+    shape = f"({', '.join(dims)})"
+  return f"Variable {name:80} size {size:<12} shape {shape:40} partition spec {spec}"

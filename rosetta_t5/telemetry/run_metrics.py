@@ -91,31 +91,24 @@ def skipped_steps(param_states: PyTree) -> int | None:
 
   `optax.apply_if_finite` and `SpikeGuard` count them.
   """
-  totals = [int(node.total_notfinite) for node in _skip_counts(param_states)]
-  return max(totals, default=None)
+  return max(_skip_counts(param_states, "total_notfinite"), default=None)
 
 
 def skips_in_a_row(param_states: PyTree) -> int:
   """Returns how many steps the optimizer has skipped since the last one that it did not skip."""
-  return max((int(node.notfinite_count) for node in _skip_counts(param_states)), default=0)
+  return max(_skip_counts(param_states, "notfinite_count"), default=0)
+
+
+def _skip_counts(param_states: PyTree, name: str) -> list[int]:
+  return [int(n) for _, n in optax.tree_utils.tree_get_all_with_path(param_states, name)]
 
 
 def with_skipped_steps(param_states: PyTree, counted: PyTree) -> PyTree:
   """Returns an optimizer's state with the number of skipped steps that another one has counted."""
-
-  def add(node: Any, other: Any) -> Any:
-    return node._replace(total_notfinite=other.total_notfinite) if _counts_skips(node) else node
-
-  return jax.tree.map(add, param_states, counted, is_leaf=_counts_skips)
-
-
-def _counts_skips(node: Any) -> bool:
-  return isinstance(node, optax.ApplyIfFiniteState)
-
-
-def _skip_counts(param_states: PyTree) -> list[optax.ApplyIfFiniteState]:
-  nodes = jax.tree.leaves(param_states, is_leaf=_counts_skips)
-  return list(filter(_counts_skips, nodes))
+  name = jax.tree_util.GetAttrKey("total_notfinite")
+  return jax.tree_util.tree_map_with_path(
+    lambda path, own, other: other if name in path else own, param_states, counted
+  )
 
 
 class NonFiniteError(ArithmeticError):

@@ -50,8 +50,6 @@ class BaseTrainer(abc.ABC):
     eval_metrics_managers: writes the metrics of `eval`, one manager per evaluation task.
     first_nonfinite: the first step of the last call of `train` whose loss or gradients were not
       finite; None if the train step does not return such a record.
-    step_metrics: the metrics of the last step that was started, which a progress bar shows once they
-      are computed; {} if the trainer shows none.
     stop_training: a subclass sets it to True to end the run when `train` returns.
   """
 
@@ -91,7 +89,6 @@ class BaseTrainer(abc.ABC):
       for name in eval_names
     }
     self.first_nonfinite: FirstNonFinite | None = None
-    self.step_metrics: Metrics = {}
     self.stop_training = False
     self._created = now()
 
@@ -149,7 +146,6 @@ class BaseTrainer(abc.ABC):
         if (batch := next(batch_iter, None)) is None:
           break
         self.train_state, new_metrics = step_fn(self.train_state, batch)
-      self.step_metrics = new_metrics
       metrics = self._merge(metrics, new_metrics) if metrics else new_metrics
       step += 1
     metrics = dict(metrics)

@@ -93,7 +93,7 @@ def test_heads_that_cannot_be_sharded_are_reported(capsys):
     (("--devices=0",), "--devices: must be a positive integer, got '0'"),
     (
       ("--devices=8", '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 3}'),
-      "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8. Possible meshes:",
+      "mesh = {'fsdp': 3} needs a multiple of 3 devices, but there are 8: set sizes",
     ),
     (
       (

@@ -12,7 +12,7 @@ import pytest
 import run_files
 
 from rosetta_t5.run_report import contents
-from rosetta_t5.run_report.contents import COLUMNS, summary_row
+from rosetta_t5.run_report.contents import summary_row
 from rosetta_t5.run_report.report_command import encode_data
 from rosetta_t5.run_report.run_folder import parse_bindings, read_runs
 
@@ -33,7 +33,7 @@ def test_starts_ends_and_checkpoints_are_found(runs):
 
 
 def test_the_row_has_the_figures_of_the_run(runs):
-  row = dict(zip(COLUMNS, summary_row(read_runs([str(runs[0])])[0]), strict=True))
+  row = summary_row(read_runs([str(runs[0])])[0])
   assert row == {
     "Run": "first",
     "Size": "76.96\N{NO-BREAK SPACE}M",
@@ -55,7 +55,7 @@ def test_a_percentage_below_one_is_not_taken_for_a_fraction(tmp_path):
   folder = run_files.write_run(tmp_path / "run")
   scores = [(step, {"eval/accuracy": value}) for step, value in ((2000, 34.5), (3000, 0.5))]
   run_files.add_event_file(folder / "inference_eval" / "glue_mnli_matched_v002", scores)
-  row = dict(zip(COLUMNS, summary_row(read_runs([str(folder)])[0]), strict=True))
+  row = summary_row(read_runs([str(folder)])[0])
   assert row["MNLI (acc.)"] == "0.50"
 
 
@@ -65,7 +65,7 @@ def test_a_folder_that_t5x_wrote_is_enough(tmp_path):
   run_files.add_event_file(tmp_path / "t5x_run" / "train", rows, as_tensors=False)
   (tmp_path / "t5x_run" / "config.gin").write_text("BATCH_SIZE = 128\nTRAIN_STEPS = 1000\n")
   run = read_runs([str(tmp_path / "t5x_run")])[0]
-  row = dict(zip(COLUMNS, summary_row(run), strict=True))
+  row = summary_row(run)
   assert (row["#GPUs"], row["BS / GPU"], row["GPU"]) == ("8", "16", "–")
 
 
@@ -125,7 +125,7 @@ def test_damaged_files_are_noted_and_the_rest_is_read(runs, tmp_path):
     "run-log.jsonl",
     "task-000001.jsonl",
   ]
-  assert dict(zip(COLUMNS, summary_row(run), strict=True))["#GPUs"] == "8"
+  assert summary_row(run)["#GPUs"] == "8"
 
 
 def test_the_text_of_a_gin_file_is_parsed_and_not_executed(tmp_path):
@@ -162,11 +162,11 @@ def test_a_report_has_one_chart_of_the_loads_of_experts_in_the_order_of_layers()
   tags = [f"experts/highest_load/encoder/layers_{n}" for n in (1, 3, 11)]
   tags += ["experts/highest_load/decoder/layers_1", "experts/expert_usage"]
   run = types.SimpleNamespace(series={"train": dict.fromkeys(tags)})
-  load, usage = contents.choose_panels([run])
+  load, *others = contents.choose_panels([run])
   assert [line.label for line in load.lines] == [
     "decoder/layers_1",
     "encoder/layers_1",
     "encoder/layers_3",
     "encoder/layers_11",
   ]
-  assert (usage.section, usage.title) == ("Experts", "Used slots of experts")
+  assert [panel.section for panel in others] == ["Other metrics"]

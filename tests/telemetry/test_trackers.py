@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -48,14 +47,11 @@ def test_no_extra_writer_is_built_without_a_folder(tmp_path):
   assert not made
 
 
-@pytest.mark.parametrize(
-  ("writer", "package"), [(trackers.WandbWriter, "wandb"), (trackers.AimWriter, "aim")]
-)
-def test_missing_package_is_reported_before_training(writer, package, tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, package, None)
-  expected = f"{writer.__name__} needs the package {package}.*pip install {package}, or remove it"
+def test_missing_package_is_reported_before_training(tmp_path, monkeypatch):
+  monkeypatch.setitem(sys.modules, "wandb", None)
+  expected = "WandbWriter needs the package wandb.*pip install wandb, or remove it"
   with pytest.raises(ValueError, match=expected):
-    MetricsManager("train", tmp_path, [writer])
+    MetricsManager("train", tmp_path, [trackers.WandbWriter])
 
 
 @pytest.mark.slow
@@ -74,43 +70,25 @@ def test_weights_and_biases_writers_share_one_run(tmp_path, monkeypatch):
   assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-@pytest.mark.slow
-def test_aim_writers_share_one_run(tmp_path):
-  pytest.importorskip("aim")
-  from aim.storage.context import Context
-
-  losses = {"train": 2.0, "training_eval/pile": 3.0}
-  writers = [trackers.AimWriter(name, str(tmp_path), log_system_params=False) for name in losses]
-  for writer, loss in zip(writers, losses.values(), strict=True):
-    writer.write_scalars(20, {"loss": loss})
-  writers[0].write_texts(0, {"config": "a = 1"})
-  (run,) = {writer.run for writer in writers}
-  found = {name: run.get_metric("loss", Context({"subset": name})).values.last() for name in losses}
-  assert {name: value[1] for name, value in found.items()} == losses
-  assert run["config"] == "a = 1"
-  assert (tmp_path / "aim_run.txt").read_text() == run.hash
-
-
 PROCESS = """
 import os, sys
 from rosetta_t5.telemetry import trackers
-writer, folder, first, is_killed = sys.argv[1:]
-options = {"log_system_params": False} if writer == "AimWriter" else {"project": "tests"}
-made = getattr(trackers, writer)("train", folder, **options)
+folder, first, is_killed = sys.argv[1:]
+made = trackers.WandbWriter("train", folder, project="tests")
 for step in range(int(first), int(first) + 2):
   made.write_scalars(step, {"loss": 10.0 - step})
-print(made.run.hash if writer == "AimWriter" else made.run.id)
+print(made.run.id)
 sys.stdout.flush()
 if is_killed == "True":
   os._exit(9)
 """
 
 
-def identities(writer, folder, kills):
+def identities(folder, kills):
   """Returns the run ids of processes that run one after another; some are killed."""
   found = []
   for number, is_killed in enumerate(kills):
-    call = [sys.executable, "-c", PROCESS, writer, str(folder), str(2 * number), str(is_killed)]
+    call = [sys.executable, "-c", PROCESS, str(folder), str(2 * number), str(is_killed)]
     # Without the W&B service of this process: a process of another job has its own.
     environment = {n: x for n, x in os.environ.items() if n != "WANDB_SERVICE"}
     environment["WANDB_MODE"] = "offline"
@@ -121,23 +99,11 @@ def identities(writer, folder, kills):
 
 
 @pytest.mark.slow
-def test_restart_continues_its_aim_run_and_the_sdk_reads_all_of_it(tmp_path):
-  aim = pytest.importorskip("aim")
-  (run_hash,) = set(identities("AimWriter", tmp_path, (False, True, False)))
-  command = [pathlib.Path(sys.executable).with_name("aim"), "storage", "--repo", tmp_path]
-  subprocess.run([*command, "reindex", "-y"], check=True, capture_output=True)  # as aim up does
-  assert aim.Repo(str(tmp_path)).list_all_runs() == [run_hash]
-  (loss,) = (m for m in aim.Repo(str(tmp_path)).get_run(run_hash).metrics() if m.name == "loss")
-  assert sorted(loss.values.sparse_list()[1]) == [5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
-  assert loss.context.to_dict() == {"subset": "train"}
-
-
-@pytest.mark.slow
 def test_restart_continues_its_weights_and_biases_run(tmp_path):
   pytest.importorskip("wandb")
-  names = identities("WandbWriter", tmp_path, (False, True, False))
+  names = identities(tmp_path, (False, True, False))
   assert len(names) == 3
   assert len(set(names)) == 1
-  other = identities("WandbWriter", tmp_path / "other", (False,))
+  other = identities(tmp_path / "other", (False,))
   assert other != names[:1]
   assert len(list(tmp_path.glob(f"wandb/offline-run-*-{names[0]}/*.wandb"))) == 3

@@ -316,9 +316,7 @@ function panelSection(title) {
     grid.classList.add("padded");
     return section(title, make("details", { className: "card" }, make("summary", { textContent: `${panels.length} further metrics` }), grid));
   }
-  const missing = title === "Training" ? state.data.missing : [];
-  const text = `Not recorded by these runs: ${missing.join(", ")}.`;
-  return section(title, grid, missing.length ? make("p", { className: "muted", textContent: text }) : null);
+  return section(title, grid);
 }
 
 function choice(label, names, onchange) {
@@ -473,7 +471,7 @@ function connectControls() {
 
 // New values are drawn in place; the page is only built again if it needs other elements.
 function show(data) {
-  const elements = ({ panels, missing, runs }) => JSON.stringify([panels, missing, runs.map((run) => [run.name, Object.keys(run.samples), run.variables.length])]);
+  const elements = ({ panels, runs }) => JSON.stringify([panels, runs.map((run) => [run.name, Object.keys(run.samples), run.variables.length])]);
   const isSame = state.data && elements(state.data) === elements(data);
   state.data = data;
   if (isSame) refresh();
