@@ -256,10 +256,7 @@ class TrainLoop:
         "max_loss_ratio), or correct the data"
       )
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
-    total = skipped_steps(state.param_states)
-    counted = optax.tree_utils.tree_set(
-      restored.param_states, total_notfinite=jnp.int32(total or 0)
-    )
+    counted = with_skipped_steps(restored.param_states, state.param_states)
     self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
     terminal.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
