@@ -239,7 +239,10 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
     "a port that does not exist", "rosetta-t5 report run --follow --port 80000", "--port 80000", 2
   ),
   Fault(
-    "inspect of a file", "rosetta-t5 inspect rows.jsonl", "no column 'text' among 'question'", 1
+    "inspect of a file",
+    """rosetta-t5 vocab train --input rows.jsonl --text question --size 60 --out v.model
+    rosetta-t5 inspect rows.jsonl --vocab v.model""",
+    "no column 'text' among 'question'",
   ),
   Fault(
     "a vocabulary of no text",
