@@ -181,10 +181,10 @@ def test_each_line_has_a_result_also_an_empty_one(echo_model, tmp_path, capfd):
   rows = [json.loads(line) for line in printed.out.splitlines()]
   assert [(row["inputs"], row["prediction"]) for row in rows] == [(x, x.strip()) for x in lines]
   assert [row["score"] for row in rows] == [None, 0.0, None, 0.0, 0.0, None]
-  (tmp_path / "in.jsonl").write_text('{"q": "a"}\n\n{"q": "b"}\n')
+  (tmp_path / "in.jsonl").write_text('{"q": "a"}\n \n{"q": "b"}\n')
   assert infer("unused", "--input", tmp_path / "in.jsonl", "--template={q}") == 0
   rows = [json.loads(line)["inputs"] for line in capfd.readouterr().out.splitlines()]
-  assert rows == [{"q": "a"}, "", {"q": "b"}]
+  assert rows == [{"q": "a"}, " ", {"q": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_each_line_has_a_result_also_an_empty_one(echo_model, tmp_path, capfd):
 def test_rows_are_read_as_in_training(echo_model, tmp_path, capfd, name, content, numbers):
   path = tmp_path / name
   if content is None:
-    columns = {"q": ['x, "y"', "こ"], "n": [1, 2]}
+    columns = {"q": [b'x, "y"', "こ".encode()], "n": [1, 2]}
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
   else:
     data = content.encode()

@@ -25,13 +25,8 @@ import optax
 
 from rosetta_t5.files import write_atomically
 from rosetta_t5.models import EncoderDecoderModel
+from rosetta_t5.networks import precision
 from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
-from rosetta_t5.networks.precision import (
-  TransformerEngineConfig,
-  choose_fp8,
-  describe_computation,
-  with_fp8,
-)
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner
@@ -110,10 +105,12 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   switches = {"dtype": args.dtype, "attention_kernel": args.kernel, "remat_policy": args.remat}
   module = Transformer(model_config(args.size, fuse_qkv_params=args.fuse_qkv, **switches))
   optimizer = optimizer or OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01))
-  fp8 = choose_fp8(TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate))
+  fp8 = precision.choose_fp8(
+    precision.TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate)
+  )
   chunk = args.loss_chunk
   model = EncoderDecoderModel(module, None, None, optimizer, z_loss=1e-4, loss_chunk_length=chunk)
-  model = with_fp8(model, fp8)
+  model = precision.with_fp8(model, fp8)
   batch = make_batch(args.batch, args.lengths, module.config.vocab_size, args.pack)
   shapes = {name: value.shape for name, value in batch.items()}
 
@@ -138,7 +135,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   step = partitioner.partition(one_step, (axes, spec, None), (axes, None), donate_argnums=(0,))
   batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, spec))
   compiled = step.lower(state, batch, jax.random.PRNGKey(1)).compile()
-  text, seconds = describe_computation(model, fp8) or "", time.perf_counter() - started
+  text, seconds = precision.describe_computation(model, fp8) or "", time.perf_counter() - started
   return CompiledStep(compiled, state, batch, model, partitioner, text, seconds)
 
 

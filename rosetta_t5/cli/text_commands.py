@@ -149,7 +149,7 @@ def _numbered_records(
   with io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="\n") as lines:
     for number, line in enumerate(lines, 1):
       content: Any = line.rstrip("\r\n")
-      if file_format == "jsonl" and content:
+      if file_format == "jsonl" and content.strip():
         content = parse_json_line(line)
         content = BadExample(path, number, content) if isinstance(content, str) else content
       yield number, content
@@ -157,7 +157,8 @@ def _numbered_records(
 
 def _to_json(value: Any) -> str:
   """Returns JSON, with values of Parquet files that it cannot represent as texts."""
-  return json.dumps(value, ensure_ascii=False, default=str)
+  as_text = lambda x: x.decode(errors="replace") if isinstance(x, bytes) else str(x)  # noqa: E731
+  return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
 def _skip_completed(options: argparse.Namespace, rows: Iterator[Row]) -> None:

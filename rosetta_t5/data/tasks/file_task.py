@@ -11,17 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from rosetta_t5.argument_types import Percentage, Positive, PositiveNumber, check_one_of, one_of
-from rosetta_t5.data import objectives
+from rosetta_t5.data import objectives, reading
 from rosetta_t5.data import task_metrics as known_metrics
 from rosetta_t5.data.local_copies import T5_VOCABULARY
-from rosetta_t5.data.reading import (
-  BadExamples,
-  BlockReader,
-  ReadOptions,
-  find_files,
-  is_in_validation,
-  make_converter,
-)
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.tasks.catalogue import register, registered_names
@@ -91,19 +83,19 @@ def file_task(
         f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
       )
     return name
-  options = ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
-  bad_examples = BadExamples(on_bad_example)
+  options = reading.ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
+  bad_examples = reading.BadExamples(on_bad_example)
 
-  def reader(is_validation: bool) -> BlockReader:
+  def reader(is_validation: bool) -> reading.BlockReader:
     def is_kept(fields: Mapping[str, str]) -> bool:
       return bool(validation_files) or (
-        is_in_validation(fields, validation_percent) == is_validation
+        reading.is_in_validation(fields, validation_percent) == is_validation
       )
 
-    return BlockReader(make_converter(templates), options, is_kept, bad_examples)
+    return reading.BlockReader(reading.make_converter(templates), options, is_kept, bad_examples)
 
-  train = find_files(files)
-  validation = find_files(validation_files) if validation_files else train
+  train = reading.find_files(files)
+  validation = reading.find_files(validation_files) if validation_files else train
   splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
   source = FileSource(splits, list(templates))
   source.digest = digest
