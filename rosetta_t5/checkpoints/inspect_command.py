@@ -114,7 +114,9 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
   arrays = checkpoint_folders.read_arrays(folder)
   for name, array in arrays.items():
     try:
-      if num_nonfinite := sum(_count_nonfinite(array.read(part)) for part in array.parts()):
+      is_float = jnp.issubdtype(array.dtype, jnp.floating)
+      parts = (array.read(part) for part in array.parts())
+      if num_nonfinite := sum(np.sum(~np.isfinite(x.astype(float))) for x in parts if is_float):
         problems.append(f"{name} contains {num_nonfinite} values that are not finite")
     except (OSError, ValueError) as error:
       problems.append(f"{name} cannot be read: {error}")
@@ -143,9 +145,3 @@ def _describe_difference(a: StoredArray, b: StoredArray) -> str:
     largest = float(np.maximum(largest, difference))  # NaN if only one value of a pair is NaN
   is_same = not largest and a.dtype == b.dtype
   return "" if is_same else f"differs by up to {largest:.3g} ({a.dtype.name} and {b.dtype.name})"
-
-
-def _count_nonfinite(values: np.ndarray) -> int:
-  if not jnp.issubdtype(values.dtype, jnp.floating):
-    return 0
-  return int(np.count_nonzero(~np.isfinite(values.astype(np.float32))))

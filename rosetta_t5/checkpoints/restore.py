@@ -20,7 +20,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import (
   as_stored_array,
   start_device_transfer,
 )
-from rosetta_t5.checkpoints.arrays.parameter_trees import TreeError, convert_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import CheckpointMismatchError, convert_tree
 from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
@@ -36,10 +36,6 @@ _OPTIMIZER_STATE = "state/param_states/"
 _MAX_ROWS = 20
 
 _log = logging.getLogger(__name__)
-
-
-class CheckpointMismatchError(ValueError):
-  """A checkpoint belongs to a different model or optimizer."""
 
 
 class Mismatch(NamedTuple):
@@ -152,10 +148,7 @@ def find_matching_arrays(
     for transform in transformations:
       state = transform(state, expected)
     found = state_dicts.flatten_arrays(state)
-  try:
-    converted = convert_tree({name: as_stored_array(x) for name, x in found.items()}, wanted)
-  except TreeError as error:
-    raise CheckpointMismatchError(f"checkpoint {path}: {error}") from error
+  converted = convert_tree({name: as_stored_array(x) for name, x in found.items()}, wanted)
   # As in T5X, values that the user's transformations do not use are ignored.
   allow_unexpected = allow_unexpected or any(
     fn is not state_dicts.resize_vocabulary for fn in transformations
@@ -241,25 +234,20 @@ def _find_restorable(
 
 def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMismatchError:
   """Returns the error that shows the mismatches of the checkpoint at `path` in one table."""
-  problems = {mismatch.problem for mismatch in mismatches}
-  advice = {
-    f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). To "
-    "train from scratch instead, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
-    "INITIAL_CHECKPOINT_PATH.": True,
-    "RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.": (
-      "missing" in problems
-    ),
-    "RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.": (
-      "unexpected" in problems
-    ),
-    "RestoreCheckpointConfig.resize_vocabulary = True adds rows for tokens (the mean of the others), or "
-    "leaves out the last ones.": any(
-      m.problem == "wrong shape" and state_dicts.token_axis(m.name) is not None for m in mismatches
-    ),
+  options = {
+    "missing": " RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.",
+    "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
+    "tokens": " RestoreCheckpointConfig.resize_vocabulary = True adds rows for tokens (the mean of the "
+    "others), or leaves out the last ones.",
   }
+  kinds = {mismatch.problem for mismatch in mismatches}
+  wrong = (m.name for m in mismatches if m.problem == "wrong shape")
+  kinds |= {"tokens" for name in wrong if state_dicts.token_axis(name) is not None}
   return CheckpointMismatchError(
     f"checkpoint {path} does not match this run's model: {_summary(mismatches)}\n{_table(mismatches)}\n"
-    f"{' '.join(text for text, applies in advice.items() if applies)}"
+    f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). To "
+    "train from scratch instead, set an empty folder (--gin.MODEL_DIR=\"'...'\") and no "
+    f"INITIAL_CHECKPOINT_PATH.{''.join(text for kind, text in options.items() if kind in kinds)}"
   )
 
 

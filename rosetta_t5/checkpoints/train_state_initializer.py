@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,61 +31,47 @@ PyTree = Any
 _MAX_GROWTH = 4
 
 
-class _Slice(NamedTuple):
-  """The part of a program that computes one of its outputs.
+def compile_leafwise(
+  fn: Callable[[jax.Array], PyTree],
+  traced: ClosedJaxpr,
+  partitioner: BasePartitioner,
+  out_axes: PyTree,
+) -> Callable[[jax.Array], PyTree]:
+  """Returns a function that computes each leaf of `fn(key)` by a program of its own, compiled once.
 
-  Attributes:
-    program: a function of the random key and of the folded constants.
-    folded: the constants that modules fold into the key. They are arguments of the program, so that
-      two modules with equal initializers have equal programs.
+  Args:
+    fn: a function of a random key.
+    traced: its program.
+    partitioner: compiles the programs.
+    out_axes: the sharding of each leaf (PartitionSpecs).
   """
+  program = traced.jaxpr
+  producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
+  slices = [_slice_for_output(program, output, producers) for output in program.outvars]
+  if sum(len(sliced.eqns) for sliced, _ in slices) >= _MAX_GROWTH * len(program.eqns):
+    return partitioner.partition(fn, None, out_axes)
+  specs, structure = jax.tree.flatten(out_axes)
+  # Programs with equal text are equal, because jax numbers the variables in order of appearance.
+  kinds = [(str(sliced), spec) for (sliced, _), spec in zip(slices, specs, strict=True)]
+  compiled: dict[Any, Callable[..., jax.Array]] = {}
+  for kind, (sliced, _) in zip(kinds, slices, strict=True):
+    if kind not in compiled:
+      function = functools.partial(_evaluate, jaxpr_as_fun(ClosedJaxpr(sliced, traced.consts)))
+      compiled[kind] = partitioner.partition(function, None, kind[1])
 
-  program: Jaxpr
-  folded: tuple[np.ndarray, ...]
+  def run(key: jax.Array) -> PyTree:
+    leaves = [compiled[kind](key, folded) for kind, (_, folded) in zip(kinds, slices, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
-
-class LeafwiseFunction:
-  """A function of a random key that is traced once and compiled leaf by leaf.
-
-  Attributes:
-    out_shape: the tree of the outputs' shapes and dtypes.
-    key: the shape and dtype of the key for which it is traced.
-  """
-
-  def __init__(self, fn: Callable[[jax.Array], PyTree], key: jax.Array):
-    """Traces `fn` for keys like `key` without computing anything."""
-    self._fn = fn
-    self._program, self.out_shape = jax.make_jaxpr(fn, return_shape=True)(key)
-    self.key = jax.ShapeDtypeStruct(key.shape, key.dtype)
-
-  def partition(
-    self, partitioner: BasePartitioner, out_axes: PyTree
-  ) -> Callable[[jax.Array], PyTree]:
-    """Returns a function that computes each leaf with the sharding in `out_axes` (PartitionSpecs)."""
-    program = self._program.jaxpr
-    producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
-    slices = [_slice_for_output(program, output, producers) for output in program.outvars]
-    if sum(len(part.program.eqns) for part in slices) >= _MAX_GROWTH * len(program.eqns):
-      return partitioner.partition(self._fn, None, out_axes)
-    specs, structure = jax.tree.flatten(out_axes)
-    # Programs with equal text are equal, because jax numbers the variables in order of appearance.
-    kinds = [(str(part.program), spec) for part, spec in zip(slices, specs, strict=True)]
-    compiled = {
-      (text, spec): partitioner.partition(
-        _evaluator(part.program, self._program.consts), None, spec
-      )
-      for (text, spec), part in dict(zip(kinds, slices, strict=True)).items()
-    }
-
-    def run(key: jax.Array) -> PyTree:
-      leaves = [compiled[kind](key, part.folded) for kind, part in zip(kinds, slices, strict=True)]
-      return jax.tree.unflatten(structure, leaves)
-
-    return run
+  return run
 
 
-def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int]) -> _Slice:
-  """Returns the part of a program that computes `output`.
+def _slice_for_output(
+  program: Jaxpr, output: Any, producers: Mapping[Any, int]
+) -> tuple[Jaxpr, tuple[np.ndarray, ...]]:
+  """Returns the part of a program that computes `output`, and the constants that it folds into the key.
+
+  The constants are arguments of the part, so that two modules with equal initializers have equal programs.
 
   Args:
     producers: for each variable, the index of the equation that computes it.
@@ -108,17 +95,13 @@ def _slice_for_output(program: Jaxpr, output: Any, producers: Mapping[Any, int])
   inputs = [*program.invars, *folded_inputs]
   debug_info = program.debug_info.with_unknown_names()
   sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
-  return _Slice(sliced, tuple(folded))
+  return sliced, tuple(folded)
 
 
-def _evaluator(program: Jaxpr, constants: list[Any]) -> Callable[..., jax.Array]:
-  """Returns the function (key, folded constants) → output of a slice."""
-  function = jaxpr_as_fun(ClosedJaxpr(program, constants))
-
-  def evaluate(key: jax.Array, folded: tuple[Any, ...]) -> jax.Array:
-    return jnp.asarray(function(key, *folded)[0])
-
-  return evaluate
+def _evaluate(
+  function: Callable[..., list[Any]], key: jax.Array, folded: tuple[Any, ...]
+) -> jax.Array:
+  return jnp.asarray(function(key, *folded)[0])
 
 
 class TrainStateInitializer:
@@ -158,21 +141,20 @@ class TrainStateInitializer:
         return InferenceState.create(variables)
       return TrainState.create(optimizer_def, variables)
 
-    self._init = init
-    self._traced = LeafwiseFunction(init, jax.random.PRNGKey(0))
+    self._init, key = init, jax.random.PRNGKey(0)
+    self._traced, self.global_train_state_shape = jax.make_jaxpr(init, return_shape=True)(key)
     self._from_scratch: Callable[[jax.Array], TrainState] | None = None
-    self.global_train_state_shape: TrainState = self._traced.out_shape
-    self.train_state_axes: TrainState = partition_specs_of(
-      partitioner, self.global_train_state_shape
-    )
+    self.train_state_axes = partition_specs_of(partitioner, self.global_train_state_shape)
 
   def from_scratch(self, init_rng: jax.Array) -> TrainState:
     """Returns a newly initialized train state, each shard computed on its device."""
-    expected = self._traced.key
-    if (init_rng.shape, init_rng.dtype) != (expected.shape, expected.dtype):
-      self._traced, self._from_scratch = LeafwiseFunction(self._init, init_rng), None
     if self._from_scratch is None:
-      self._from_scratch = self._traced.partition(self._partitioner, self.train_state_axes)
+      expected = self._traced.in_avals[0]
+      if (init_rng.shape, init_rng.dtype) != (expected.shape, expected.dtype):
+        self._traced = jax.make_jaxpr(self._init)(init_rng)
+      self._from_scratch = compile_leafwise(
+        self._init, self._traced, self._partitioner, self.train_state_axes
+      )
     with terminal.progress_bar("initializing the parameters"):
       return self._from_scratch(init_rng)
 

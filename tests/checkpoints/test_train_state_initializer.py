@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
-from rosetta_t5.checkpoints.train_state_initializer import LeafwiseFunction
+from rosetta_t5.checkpoints.train_state_initializer import compile_leafwise
 from rosetta_t5.parallel import PjitPartitioner
 
 RNG = jax.random.PRNGKey(0)
@@ -135,9 +135,9 @@ class Stack(nn.Module):
 
 def run(fn, axes=None):
   partitioner = CountingPartitioner()
-  traced = LeafwiseFunction(fn, KEY)
-  axes = jax.tree.map(lambda _: PartitionSpec(), traced.out_shape) if axes is None else axes
-  return traced.partition(partitioner, axes)(KEY), partitioner
+  traced, shapes = jax.make_jaxpr(fn, return_shape=True)(KEY)
+  axes = jax.tree.map(lambda _: PartitionSpec(), shapes) if axes is None else axes
+  return compile_leafwise(fn, traced, partitioner, axes)(KEY), partitioner
 
 
 def assert_same(got, expected, rtol=0.0):

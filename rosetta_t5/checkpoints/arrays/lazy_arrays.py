@@ -184,16 +184,13 @@ def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
   shape[axis] = sum(array.shape[axis] for array in arrays)
 
   def read(index: Index) -> np.ndarray:
-    part = list(index)
-    parts = []
-    offset = 0
+    part, parts, offset = list(index), [], 0
     for array in arrays:
-      start = max(index[axis].start - offset, 0)
-      stop = min(index[axis].stop - offset, array.shape[axis])
-      offset += array.shape[axis]
-      if start < stop:
-        part[axis] = slice(start, stop)
+      start, stop = max(index[axis].start - offset, 0), index[axis].stop - offset
+      part[axis] = slice(start, min(stop, array.shape[axis]))
+      if start < part[axis].stop:
         parts.append(array.read(tuple(part)))
+      offset += array.shape[axis]
     return np.concatenate(parts, axis)
 
   return StoredArray(shape, arrays[0].dtype, read, all(array.sliceable for array in arrays))
@@ -230,18 +227,18 @@ def start_device_transfer(
 
   A shard that several devices hold is read once.
   """
-  submit, everything = array.executor.submit, (slice(None),) * array.ndim
   indices: Any = sharding.addressable_devices_indices_map(array.shape).values()
   shards = {_key(index): index for index in indices}
-  to_read = shards if array.sliceable else {_key(everything): everything}
-  pending = {key: submit(array.read, index) for key, index in to_read.items()}
+  submit = array.executor.submit
+  whole = None if array.sliceable else submit(array.get)
+  pending = {key: submit(array.read, index) for key, index in shards.items() if whole is None}
 
   def finish() -> jax.Array:
-    parts = {key: future.result() for key, future in pending.items()}
-    if not array.sliceable:
-      parts = {key: parts[_key(everything)][index] for key, index in shards.items()}
+    read = {
+      k: pending[k].result() if whole is None else whole.result()[i] for k, i in shards.items()
+    }
     # Devices may keep using the memory, so each part is a contiguous array of its own.
-    parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in parts.items()}
+    parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in read.items()}
     return jax.make_array_from_callback(
       array.shape, sharding, lambda index: parts[_key(index)], dtype=array.dtype
     )

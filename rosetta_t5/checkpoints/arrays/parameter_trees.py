@@ -53,8 +53,8 @@ def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
   return {renamed.get(name, name): array for name, array in arrays.items()}
 
 
-class TreeError(ValueError):
-  """Parameters cannot be expressed in the model's tree without changing the model."""
+class CheckpointMismatchError(ValueError):
+  """A checkpoint belongs to a different model or optimizer."""
 
 
 def convert_tree(
@@ -70,7 +70,7 @@ def convert_tree(
     expected: the model's leaves with `shape`, by flat name.
 
   Raises:
-    TreeError: the layers of the checkpoint have different relative biases where the model has one.
+    CheckpointMismatchError: the layers of the checkpoint have different relative biases where the model has one.
   """
   if _is_same_tree(arrays, expected):
     return dict(arrays)
@@ -204,7 +204,7 @@ def _check_biases_are_equal(name: str, biases: list[StoredArray]) -> None:
   first = biases[0].get()
   differing = [i for i, bias in enumerate(biases) if not np.array_equal(bias.get(), first)]
   if differing:
-    raise TreeError(
+    raise CheckpointMismatchError(
       f"{name} is one relative bias for all layers, but the checkpoint has {len(biases)} that differ "
       f"(layer {differing[0]} from layer 0), so it is not a checkpoint of this model. Restore it into "
       "a model with one bias per layer: the scalable T5 (t5x.examples.scalable_t5.network)"
