@@ -90,10 +90,9 @@ def beam_init(
   """
   beam = functools.partial(beams.add_beam_dim, beam_size=beam_size, offset=offset)
   seqs = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
-  one_alive = _first_only(beam_size)
   return BeamState(
     cur_index=jnp.int32(0),
-    live_logprobs=jnp.broadcast_to(one_alive, (batch_size, beam_size)),
+    live_logprobs=jnp.broadcast_to(_first_only(beam_size), (batch_size, beam_size)),
     finished_scores=jnp.full((batch_size, beam_size), NEG_INF_VALUE, jnp.float32),
     live_seqs=seqs if live_seqs is None else live_seqs,
     finished_seqs=seqs,
@@ -147,13 +146,13 @@ def beam_search(
     min_new_tokens: see `Controls`.
     bad_words_ids: see `Controls`.
   """
-  del decode_rng
   batch_size, length = inputs.shape
   # Position 0 is the start token.
   max_len = (length if max_decode_len is None else max_decode_len) + 1
   padding = ((0, 0), (0, max(0, max_len - length)))
   prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding)[:, :max_len]
-  live_seqs = None if initial_index is None else beams.add_beam_dim(prompts_BL, num_decodes)
+  is_prefilled = initial_index is not None
+  live_seqs = beams.add_beam_dim(prompts_BL, num_decodes) if is_prefilled else None
   start = beam_init(
     batch_size, num_decodes, max_len, unfreeze(cache), cache_offset, live_seqs, initial_index
   )
@@ -162,13 +161,11 @@ def beam_search(
   last = jnp.int32(max_len - 1)
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
-
   controls = Controls(
     repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
   )
   # In the loop the cache has beams in its batch dimension, as the model expects. With a separate
   # dimension for beams XLA would copy the whole cache in every step.
-  is_prefilled = initial_index is not None
   start = start.replace(cache=beams.flatten_cache(start.cache, cache_offset, is_prefilled))
 
   def should_continue(state: BeamState) -> jax.Array:
@@ -178,15 +175,13 @@ def beam_search(
     return jnp.any(state.cur_index < last) & can_improve
 
   def step(state: BeamState) -> BeamState:
-    logits_BKV, new_cache = _next_logits(state, tokens_to_logits)
-    log_probs_BKV = jax.nn.log_softmax(logits_BKV.astype(jnp.float32))
-    log_probs_BKV = _control(log_probs_BKV, state, prompts_BL, eos_id, controls)
+    log_probs_BKV, new_cache = _next_log_probs(
+      state, tokens_to_logits, prompts_BL, eos_id, controls
+    )
     candidates = _best_continuations(state, log_probs_BKV, prompts_BL, eos_id)
     new_state = _select_live(state, candidates, new_cache, cache_offset)
     new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)
-    if initial_index is None:
-      return new_state
-    return _keep_where(state.cur_index >= last, state, new_state)
+    return _keep_where(state.cur_index >= last, state, new_state) if is_prefilled else new_state
 
   final = jax.lax.while_loop(should_continue, step, start)
   any_finished_B = jnp.any(final.finished_flags, axis=1)
@@ -203,40 +198,34 @@ def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
   return ~jnp.all(worst_BK > best_live_B1)
 
 
-def _next_logits(state: BeamState, tokens_to_logits: TokensToLogits) -> tuple[jax.Array, Any]:
-  """Returns the logits [batch, beam, vocabulary] after the newest tokens, and the new cache."""
-  batch_size, beam_size, _ = state.live_seqs.shape
-  is_prefilled = state.initial_index is not None
-  index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
-  tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
-  flat_logits, flat_cache = tokens_to_logits(
-    DecodingState(
-      cur_index=jnp.repeat(state.cur_index, beam_size) if is_prefilled else state.cur_index,
-      sequences=beams.flatten_beam_dim(state.live_seqs),
-      cur_token=beams.flatten_beam_dim(tokens_BK1),
-      cache=state.cache,
-    )
-  )
-  return beams.unflatten_beam_dim(flat_logits, batch_size, beam_size), unfreeze(flat_cache)
-
-
-def _control(
-  log_probs_BKV: jax.Array,
+def _next_log_probs(
   state: BeamState,
+  tokens_to_logits: TokensToLogits,
   prompts_BL: jax.Array,
   eos_id: int,
   controls: Controls,
-) -> jax.Array:
-  batch_size, beam_size, _ = log_probs_BKV.shape
+) -> tuple[jax.Array, Any]:
+  """Returns the log probabilities [batch, beam, vocabulary] of the next tokens, and the new cache."""
+  batch_size, beam_size, _ = state.live_seqs.shape
+  index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
+  tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
+  index_N, seqs_NL = index_BKx1.reshape(-1), beams.flatten_beam_dim(state.live_seqs)
+  decoding_state = DecodingState(
+    cur_index=state.cur_index if state.initial_index is None else index_N,
+    sequences=seqs_NL,
+    cur_token=beams.flatten_beam_dim(tokens_BK1),
+    cache=state.cache,
+  )
+  logits_NV, cache = tokens_to_logits(decoding_state)
   log_probs_NV = apply_controls(
-    beams.flatten_beam_dim(log_probs_BKV),
-    beams.flatten_beam_dim(state.live_seqs),
-    beams.flatten_beam_dim(_index_like(state.cur_index, state.live_logprobs)),
+    jax.nn.log_softmax(logits_NV.astype(jnp.float32)),
+    seqs_NL,
+    index_N,
     beams.flat_batch_beam_expand(prompts_BL, beam_size),
     eos_id,
     controls,
   )
-  return beams.unflatten_beam_dim(log_probs_NV, batch_size, beam_size)
+  return beams.unflatten_beam_dim(log_probs_NV, batch_size, beam_size), unfreeze(cache)
 
 
 def _best_continuations(

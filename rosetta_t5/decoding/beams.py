@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import FrozenDict, freeze, unfreeze
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.core import FrozenDict
+from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array, Float, Int, Shaped
 
 from rosetta_t5.parallel.axis_rules import map_over_batch
@@ -28,7 +28,7 @@ _INDEX = "cache_index"
 # The beam whose row of the cache has the key and value of each position: [batch, length], or
 # [batch, beam, length] in a beam search. With this table, keys and values do not have to be moved when
 # beams are reordered.
-_WRITING_BEAM = "cached_beam"
+_WRITING_BEAM = DictKey("cached_beam")
 _KEYS_AND_VALUES = frozenset({"cached_key", "cached_value"})
 # The number of candidates in a block of `top_k_two_stage`.
 _BLOCK = 128
@@ -44,7 +44,7 @@ def cache_map(
     cache: a nested dict of arrays.
     apply_to_index: whether the cache's index is [batch], so that `fn` is applied to it as well.
   """
-  return _map_with_path(
+  return tree_map_with_path(
     lambda path, value: value if _is_shared(path, apply_to_index) else fn(value), cache
   )
 
@@ -88,7 +88,6 @@ def gather_beams(
   because T5X has them. The sizes are those of the arrays. T5X multiplies by one-hot matrices to keep the
   work on each device, which the gather used here does as well.
   """
-  del batch_size, old_beam_size, new_beam_size, one_hot
   return jax.tree.map(lambda x: _gather(x, beam_indices, offset=0), nested)
 
 
@@ -105,18 +104,17 @@ def cache_gather_beams(
 
   It has the ignored arguments of `gather_beams`; `offset` is the batch dimension.
   """
-  del batch_size, old_beam_size, new_beam_size, one_hot
   return cache_map(lambda x: _gather(x, beam_indices, offset), nested)
 
 
 def flatten_cache(cache: Cache, offset: int = 0, apply_to_index: bool = False) -> Cache:
   """Returns the cache with its beam dimension flattened into the batch, as a network expects it."""
 
-  def flatten(path: tuple[str, ...], value: jax.Array) -> jax.Array:
+  def flatten(path: tuple[DictKey, ...], value: jax.Array) -> jax.Array:
     is_shared = _is_shared(path, apply_to_index) or path[-1] == _WRITING_BEAM
     return value if is_shared else flatten_beam_dim(value, offset)
 
-  return _map_with_path(flatten, cache)
+  return tree_map_with_path(flatten, cache)
 
 
 def flat_cache_gather_beams(
@@ -126,11 +124,11 @@ def flat_cache_gather_beams(
 
   Keys and values are not moved if the cache records the beams that wrote them (`cached_beam`).
   """
-  flat = flatten_dict(cache)
+  paths = {path for path, _ in tree_leaves_with_path(cache)}
   batch_size, beam_size = beam_indices.shape
 
-  def gather(path: tuple[str, ...], value: jax.Array) -> jax.Array:
-    is_in_place = path[-1] in _KEYS_AND_VALUES and (*path[:-1], _WRITING_BEAM) in flat
+  def gather(path: tuple[DictKey, ...], value: jax.Array) -> jax.Array:
+    is_in_place = path[-1].key in _KEYS_AND_VALUES and (*path[:-1], _WRITING_BEAM) in paths
     if is_in_place or _is_shared(path):
       return value
     if path[-1] == _WRITING_BEAM:
@@ -138,7 +136,7 @@ def flat_cache_gather_beams(
     unflattened = unflatten_beam_dim(value, batch_size, beam_size, offset)
     return flatten_beam_dim(_gather(unflattened, beam_indices, offset), offset)
 
-  return _map_with_path(gather, cache)
+  return tree_map_with_path(gather, cache)
 
 
 def top_k_two_stage(
@@ -181,15 +179,10 @@ def gather_topk_beams(
   return gather_beams(nested, best_last, batch_size, score_or_log_prob.shape[1], new_beam_size)
 
 
-def _is_shared(path: tuple[str, ...], apply_to_index: bool = False) -> bool:
+def _is_shared(path: tuple[DictKey, ...], apply_to_index: bool = False) -> bool:
   """Returns whether a cache entry has no batch dimension."""
-  return path[-1] in _WITHOUT_BATCH or (path[-1] == _INDEX and not apply_to_index)
-
-
-def _map_with_path(fn: Callable[[tuple[str, ...], jax.Array], jax.Array], cache: Cache) -> Cache:
-  flat = flatten_dict(unfreeze(cache) if isinstance(cache, FrozenDict) else cache)
-  new_cache = unflatten_dict({path: fn(path, value) for path, value in flat.items()})
-  return freeze(new_cache) if isinstance(cache, FrozenDict) else new_cache
+  name = path[-1].key
+  return name in _WITHOUT_BATCH or (name == _INDEX and not apply_to_index)
 
 
 def _gather(x: jax.Array, beam_indices: jax.Array, offset: int) -> jax.Array:

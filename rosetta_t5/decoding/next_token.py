@@ -60,9 +60,6 @@ class Controls(NamedTuple):
   bad_words_ids: Sequence[Sequence[int]] = ()
 
 
-NO_CONTROLS = Controls()
-
-
 def apply_controls(
   logits: Float[Array, "decodes vocab"],
   tokens: Int[Array, "decodes length"],

@@ -23,7 +23,6 @@ from rosetta_t5.argument_types import (
 from rosetta_t5.decoding import beams
 from rosetta_t5.decoding.next_token import (
   NEG_INF,
-  NO_CONTROLS,
   Controls,
   DecodingState,
   TokensToLogits,
@@ -120,79 +119,24 @@ def temperature_sample(
   Raises:
     ValueError: both `topk` and `topp` are set, or there are more steps than positions.
   """
-  limit = max_decode_steps_hard_limit or 0
-  if max_decode_steps is not None and limit > 0:
+  if max_decode_steps is not None and max_decode_steps_hard_limit:
     minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
-    max_decode_steps = minimum(max_decode_steps, limit)
-  batch_size = inputs.shape[0]
-  if num_decodes > 1:
-    expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
-    inputs = expand(inputs)
-    cache = beams.cache_map(
-      functools.partial(expand, offset=cache_offset),
-      cache,
-      apply_to_index=initial_index is not None,
-    )
-    initial_index = None if initial_index is None else expand(initial_index)
-  flat_decodes, flat_log_prob = sample_expanded(
-    inputs,
-    cache,
-    tokens_to_logits,
-    eos_id,
-    decode_rng,
-    num_decodes=num_decodes,
-    temperature=temperature,
-    topk=topk,
-    topp=topp,
-    initial_index=initial_index,
-    max_decode_steps=max_decode_steps,
-    rescale_log_probs=rescale_log_probs,
-    state_callback_fn=state_callback_fn,
-    logit_callback_fn=logit_callback_fn,
-    controls=Controls(
-      repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
-    ),
-  )
-  decodes = beams.unflatten_beam_dim(flat_decodes, batch_size, num_decodes)
-  log_prob = beams.unflatten_beam_dim(flat_log_prob, batch_size, num_decodes)
-  best_last = jnp.argsort(log_prob, axis=-1)
-  ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
-  return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
-
-
-def sample_expanded(
-  inputs: Int[Array, "decodes length"],
-  cache: beams.Cache,
-  tokens_to_logits: TokensToLogits,
-  eos_id: int,
-  decode_rng: jax.Array | None,
-  num_decodes: int = 1,
-  temperature: float | Float[Array, "..."] = 1.0,
-  topk: int | Int[Array, ""] = 20,
-  topp: float | Float[Array, ""] = 0.0,
-  initial_index: Int[Array, " decodes"] | None = None,
-  max_decode_steps: int | Int[Array, ""] | None = None,
-  rescale_log_probs: bool = True,
-  state_callback_fn: StateCallbackFn | None = None,
-  logit_callback_fn: LogitCallbackFn | None = None,
-  controls: Controls = NO_CONTROLS,
-) -> tuple[Int[Array, "decodes length"], Float[Array, " decodes"]]:
-  """Returns one sample for each row of `inputs`, and its log probability.
-
-  `temperature_sample` describes the arguments; here `inputs`, `cache` and `initial_index` are repeated
-  already, `num_decodes` times per example, and a `temperature` of shape [batch] is not.
-  """
+    max_decode_steps = minimum(max_decode_steps, max_decode_steps_hard_limit)
   _check_limits(topk, topp, max_decode_steps, inputs.shape[1])
-  change_state = state_callback_fn or (lambda state: state)
-  change_logits = logit_callback_fn or (lambda logits, state: logits)
-  max_len: int | jax.Array = inputs.shape[1]
-  if max_decode_steps is not None:
-    max_len = jnp.minimum(max_len, jnp.sum(inputs != 0, axis=1) + max_decode_steps)
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
-  start = _initial_state(inputs, cache, initial_index, decode_rng)
+  controls = Controls(
+    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
+  )
+  start = _initial_state(inputs, cache, num_decodes, cache_offset, initial_index, decode_rng)
+  prompts = start.sequences[:, :-2]
+  max_len: int | jax.Array = prompts.shape[1]
+  if max_decode_steps is not None:
+    max_len = jnp.minimum(max_len, jnp.sum(prompts != 0, axis=1) + max_decode_steps)
   eos_in_prompt = _count_eos(start.sequences, eos_id)
+  change_state = state_callback_fn or (lambda state: state)
+  change_logits = logit_callback_fn or (lambda logits, state: logits)
 
   def step(state: SamplingLoopState) -> SamplingLoopState:
     state = change_state(state)
@@ -201,7 +145,7 @@ def sample_expanded(
       DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
     )
     logits_BV = apply_controls(
-      logits_BV, state.sequences, state.cur_index, inputs, eos_id, controls
+      logits_BV, state.sequences, state.cur_index, prompts, eos_id, controls
     )
     logits_BV = change_logits(logits_BV, state)
     sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
@@ -210,7 +154,12 @@ def sample_expanded(
 
   final = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start)
   final = change_state(final)
-  return final.sequences[:, 1:-1], final.log_prob
+  batch_size = inputs.shape[0]
+  decodes = beams.unflatten_beam_dim(final.sequences[:, 1:-1], batch_size, num_decodes)
+  log_prob = beams.unflatten_beam_dim(final.log_prob, batch_size, num_decodes)
+  best_last = jnp.argsort(log_prob, axis=-1)
+  ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
+  return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
 
 
 def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
@@ -229,43 +178,44 @@ def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> N
 
 
 def _initial_state(
-  inputs_BL: jax.Array, cache: Any, initial_index_B: jax.Array | None, rng: jax.Array | None
+  inputs_BL: jax.Array,
+  cache: Any,
+  num_decodes: int,
+  cache_offset: int,
+  initial_index_B: jax.Array | None,
+  rng: jax.Array | None,
 ) -> SamplingLoopState:
-  """Returns the state before the first step."""
-  batch_size = inputs_BL.shape[0]
+  """Returns the state before the first step, with each sequence `num_decodes` times."""
+  is_prefilled = initial_index_B is not None
+  index = initial_index_B if is_prefilled else jnp.zeros(len(inputs_BL), jnp.int32)
+  if num_decodes > 1:
+    expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
+    expand_cache = functools.partial(expand, offset=cache_offset)
+    cache = beams.cache_map(expand_cache, cache, apply_to_index=is_prefilled)
+    inputs_BL, index = expand(inputs_BL), expand(index)
   # Two more positions: one because position 0 is the start token, and one for the tokens of sequences
   # that are full while others are not.
   sequences = jnp.pad(inputs_BL, ((0, 0), (0, 2)))
-  if initial_index_B is None:
-    index = jnp.zeros(batch_size, jnp.int32)
-    token = jnp.zeros((batch_size, 1), jnp.int32)
-  else:
-    index = initial_index_B
-    token = jnp.take_along_axis(sequences, index[:, None], axis=1)
+  token = jnp.take_along_axis(sequences, index[:, None], axis=1)
   return SamplingLoopState(
     step=jnp.int32(0),
     cur_index=index,
     sequences=sequences,
     cache=unfreeze(cache),
-    cur_token=token.astype(inputs_BL.dtype),
-    ended=jnp.zeros((batch_size, 1), bool),
+    cur_token=token if is_prefilled else jnp.zeros_like(token),
+    ended=jnp.zeros(token.shape, bool),
     rng=jax.random.PRNGKey(0) if rng is None else rng,
-    log_prob=jnp.zeros(batch_size, jnp.float32),
+    log_prob=jnp.zeros(len(token), jnp.float32),
   )
 
 
 def _sample(
-  logits_BV: jax.Array,
-  rng: jax.Array,
-  temperature_Bx1: jax.Array,
-  topk: Any,
-  topp: Any,
-  rescale_log_probs: bool,
+  logits_BV: jax.Array, rng: jax.Array, temperature: jax.Array, topk: Any, topp: Any, rescale: bool
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the next tokens [B] and their log probabilities [B]."""
 
   def sample() -> tuple[jax.Array, jax.Array]:
-    scaled_BV = logits_BV / jnp.maximum(temperature_Bx1, MIN_TEMPERATURE)
+    scaled_BV = logits_BV / jnp.maximum(temperature, MIN_TEMPERATURE)
     if not isinstance(topk, int) or topk:
       masked_BV = topk_mask(scaled_BV, topk, NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topk) > 0, masked_BV, scaled_BV)
@@ -273,19 +223,19 @@ def _sample(
       masked_BV = topp_mask(scaled_BV, topp, NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topp) > 0, masked_BV, scaled_BV)
     tokens_B = jax.random.categorical(rng, scaled_BV).astype(jnp.int32)
-    return tokens_B, _log_prob_of(scaled_BV if rescale_log_probs else logits_BV, tokens_B)
+    return tokens_B, _log_prob_of(scaled_BV if rescale else logits_BV, tokens_B)
 
   def take_best() -> tuple[jax.Array, jax.Array]:
     tokens_B = beams.top_k_two_stage(logits_BV, 1)[1][:, 0]
-    if rescale_log_probs:
+    if rescale:
       return tokens_B, jnp.zeros(tokens_B.shape, jnp.float32)
     return tokens_B, _log_prob_of(logits_BV, tokens_B)
 
   if isinstance(topk, int) and topk == 1:
     return take_best()  # noise for the whole vocabulary would cost a third of the time
-  if temperature_Bx1.ndim == 0:
-    return jax.lax.cond(temperature_Bx1 > MIN_TEMPERATURE, sample, take_best)
-  is_warm_B = temperature_Bx1[:, 0] > MIN_TEMPERATURE
+  if temperature.ndim == 0:
+    return jax.lax.cond(temperature > MIN_TEMPERATURE, sample, take_best)
+  is_warm_B = temperature[:, 0] > MIN_TEMPERATURE
   return jax.tree.map(functools.partial(jnp.where, is_warm_B), sample(), take_best())
 
 

@@ -15,7 +15,7 @@ from history_model import HistoryModel
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rosetta_t5.decoding import beam_init, beam_search, brevity_penalty
+from rosetta_t5.decoding.beam_search import beam_init, beam_search, brevity_penalty
 
 EOS = 1
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.decoding import float32_bsearch, int32_bsearch, topk_mask, topp_mask
+from rosetta_t5.decoding.next_token import float32_bsearch, int32_bsearch, topk_mask, topp_mask
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 FLOAT_MAX = np.finfo(np.float32).max
