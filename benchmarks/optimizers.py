@@ -145,7 +145,6 @@ class Comparison:
         jax.random.PRNGKey(0),
         loss_fn=model.loss_fn,
         learning_rate_fn=lambda step: peak * schedule(step),
-        optimizer_uses_loss=True,
       )
       return new_state, metrics["loss_per_all_target_tokens"].compute()
 

@@ -83,10 +83,10 @@ def precompile(
   )
   trainer = trainer_to_compile(
     trainer_cls,
-    model,
-    initializer.global_train_state_shape,
-    initializer.train_state_axes,
-    partitioner,
+    model=model,
+    train_state=initializer.global_train_state_shape,
+    train_state_axes=initializer.train_state_axes,
+    partitioner=partitioner,
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
   started = time.monotonic()

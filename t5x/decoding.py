@@ -11,8 +11,6 @@ from rosetta_t5.decoding.sampling import *
 from rosetta_t5.decoding.sampling import temperature_sample
 
 
-def _temperature_sample_single_trial(
-  *args: Any, topk: Any = 20, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-  decodes, log_probs = temperature_sample(*args, topk=topk, **options)
+def _temperature_sample_single_trial(*args: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+  decodes, log_probs = temperature_sample(*args, **{"topk": 20, **options})
   return decodes[:, 0], log_probs[:, 0]

@@ -160,9 +160,7 @@ def _train_step_of_functions(
   learning_rate_fn: Any,
   num_microbatches: int | None = None,
   weight_metrics: Any = None,
-  optimizer_uses_loss: bool = False,
 ) -> tuple[Any, Metrics]:
-  del optimizer_uses_loss  # T5X's functions do not pass the loss on.
   return train_with_lr(
     state,
     batch,

@@ -129,7 +129,6 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     loss_fn=model.loss_fn,
     learning_rate_fn=lambda _: jnp.float32(1e-4),
     num_microbatches=args.microbatches,
-    optimizer_uses_loss=optimizer.uses_loss,
   )
   spec = partitioner.data_partition_spec
   step = partitioner.partition(one_step, (axes, spec, None), (axes, None), donate_argnums=(0,))

@@ -187,7 +187,7 @@ def _initial_state(
 ) -> SamplingLoopState:
   """Returns the state before the first step, with each sequence `num_decodes` times."""
   is_prefilled = initial_index_B is not None
-  index = initial_index_B if is_prefilled else jnp.zeros(len(inputs_BL), jnp.int32)
+  index = jnp.zeros(len(inputs_BL), jnp.int32) if initial_index_B is None else initial_index_B
   if num_decodes > 1:
     expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
     expand_cache = functools.partial(expand, offset=cache_offset)

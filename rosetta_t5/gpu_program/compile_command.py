@@ -272,7 +272,12 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
   trainer = trainer_to_compile(
-    plan["trainer_cls"], model, plan.state, plan.specs, partitioner, jax.random.PRNGKey(0)
+    plan["trainer_cls"],
+    model=model,
+    train_state=plan.state,
+    train_state_axes=plan.specs,
+    partitioner=partitioner,
+    rng=jax.random.PRNGKey(0),
   )
   return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
 

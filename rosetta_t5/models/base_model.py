@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -124,42 +124,8 @@ class BaseModel(abc.ABC):
 
 # T5X's name.
 TokensIdsToLogitsCallable = TokensToLogits
-
-# The arguments that a user's function may lack, and when it must have them.
-_OPTIONAL = {
-  "cache_offset": "the module scans its layers, which makes the batch the cache's second dimension",
-  "initial_index": "the cache has been prefilled with prompts of different lengths",
-}
-
-
-@runtime_checkable
-class DecodeFnCallable(Protocol):
-  """A decode function, which a model calls with keyword arguments (T5X: DecodeFnCallable)."""
-
-  def __call__(
-    self,
-    *,
-    inputs: jax.Array,
-    cache: Mapping[str, Any],
-    tokens_to_logits: TokensToLogits,
-    eos_id: int,
-    num_decodes: int,
-    decode_rng: jax.Array | None,
-    cache_offset: int,
-    **kwargs: Any,
-  ) -> tuple[jax.Array, jax.Array]:
-    """Returns decodes [batch, num_decodes, length], best last, and scores [batch, num_decodes].
-
-    Args:
-      inputs: [batch, length] a prompt, shifted right by one position; 0 where tokens are generated.
-      cache: the model's cache for `batch` sequences.
-      tokens_to_logits: returns the next token's logits.
-      eos_id: the token that ends a sequence.
-      num_decodes: the number of decodes per sequence.
-      decode_rng: a random key. Optional: it is only passed if the caller has one.
-      cache_offset: 1 if the batch is the cache's second dimension. Optional.
-      **kwargs: the caller's `decoder_params`.
-    """
+# A decode function, which a model calls with keyword arguments; see docs/decoding.md (T5X's name).
+DecodeFnCallable = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def has_argument(function: Callable[..., Any], argument: str) -> bool:
@@ -174,7 +140,7 @@ def accepts(function: Callable[..., Any], argument: str) -> bool:
 
 
 def call_decode_fn(
-  decode_fn: Callable[..., tuple[jax.Array, jax.Array]],
+  decode_fn: DecodeFnCallable,
   decoder_params: Mapping[str, Any] | None,
   rng: jax.Array | None,
   optional: Mapping[str, Any],
@@ -185,7 +151,7 @@ def call_decode_fn(
   Args:
     decode_fn: the decode function.
     decoder_params: the caller's arguments, which override the model's.
-    rng: the caller's random key, for `decode_rng`.
+    rng: the caller's random key, for `decode_rng`, if the function uses randomness.
     optional: T5X's arguments that the function may lack if they have no effect.
     **arguments: the arguments that every decode function has.
 
@@ -200,15 +166,16 @@ def call_decode_fn(
         f"({params['decode_rng']}). Please specify one or the other."
       )
     params["decode_rng"] = rng
+    if not accepts(decode_fn, "decode_rng"):
+      del params["decode_rng"]
   for name, value in optional.items():
     if accepts(decode_fn, name):
       params.setdefault(name, value)
     elif name != "cache_offset" or value:
       raise ValueError(
-        f"the decode function {_name(decode_fn)} needs an argument {name}, because {_OPTIONAL[name]}"
+        f"the decode function {getattr(decode_fn, '__name__', decode_fn)} needs an argument {name} for "
+        "this model (docs/decoding.md explains when)"
       )
-  if rng is not None and not accepts(decode_fn, "decode_rng"):
-    del params["decode_rng"]  # the function does not use randomness
   _check_names(decode_fn, params)
   return decode_fn(**{**arguments, **params})
 
@@ -229,15 +196,9 @@ def _check_names(decode_fn: Callable[..., Any], params: Mapping[str, Any]) -> No
     if not accepts(decode_fn, name):
       known = list(inspect.signature(decode_fn).parameters)
       raise ValueError(
-        f"decoder_params has {name!r}, which the decode function {_name(decode_fn)} does not accept"
+        f"decoder_params has {name!r}, which the decode function does not accept"
         f"{near_hint(name, known)}: it accepts {', '.join(known)}"
       )
-
-
-def _name(decode_fn: Any) -> str:
-  if isinstance(decode_fn, functools.partial):
-    return _name(decode_fn.func)
-  return getattr(decode_fn, "__name__", None) or type(decode_fn).__name__
 
 
 def get_input_vocabulary(model: Any) -> Any:

@@ -15,12 +15,7 @@ from jaxtyping import Array, Float
 from rosetta_t5 import decoding
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
-from rosetta_t5.models.batch_metrics import (
-  ExpertLosses,
-  Metrics,
-  compute_base_metrics,
-  expert_losses,
-)
+from rosetta_t5.models.batch_metrics import Metrics, add_expert_losses, compute_base_metrics
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.training import losses
 
@@ -32,9 +27,7 @@ class BaseTransformerModel(BaseModel):
   _decode_fn: Callable[..., Any] | None = None
   _label_smoothing: float = 0.0
   _z_loss: float = 0.0
-
-  # Returns the next logits for a `DecodingState`; subclasses differ in the further arguments.
-  _compute_logits_from_slice: Callable[..., tuple[jax.Array, PyTree]]
+  _expert_loss_factors: tuple[float, float] = (0.0, 0.0)
 
   def __init__(
     self,
@@ -69,8 +62,8 @@ class BaseTransformerModel(BaseModel):
       router_z_loss_factor: the weight of the mean z-loss of their routers, added in the same way.
 
     Raises:
-      ValueError: `loss_normalizing_factor` is an unknown name, or `loss_chunk_length` is invalid or
-        the model overrides `_compute_metrics`; or a factor is set, but no layer has experts.
+      ValueError: `loss_normalizing_factor` is an unknown name; `loss_chunk_length` is set, but the model
+        overrides `_compute_metrics`; or a factor is set, but no layer has experts.
     """
     super().__init__(optimizer_def)
     self.module = module
@@ -80,19 +73,12 @@ class BaseTransformerModel(BaseModel):
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
     self._loss_chunk_length = loss_chunk_length
-    self._aux_loss_factor = aux_loss_factor
-    self._router_z_loss_factor = router_z_loss_factor
+    self._expert_loss_factors = (aux_loss_factor, router_z_loss_factor)
     if (aux_loss_factor or router_z_loss_factor) and not self.has_experts:
       raise ValueError(
         f"{type(self).__name__} has aux_loss_factor = {aux_loss_factor} and router_z_loss_factor = "
         f"{router_z_loss_factor}, but no layer of the network has experts: set both to 0.0, or num_experts "
         "of the network's config"
-      )
-    is_positive = isinstance(loss_chunk_length, int) and loss_chunk_length > 0
-    if loss_chunk_length is not None and not is_positive:
-      raise ValueError(
-        "loss_chunk_length must be a positive number of target positions, such as 16, or None for "
-        f"all at once, got {loss_chunk_length!r}"
       )
     overrides_metrics = type(self)._compute_metrics is not BaseTransformerModel._compute_metrics
     if loss_chunk_length and overrides_metrics:
@@ -171,7 +157,7 @@ class BaseTransformerModel(BaseModel):
       options = {"mutable": collections, "other_variables": flax_mutables}
     outputs = self._logits_or_factors(params, batch, dropout_rng, **options)
     logits, mutables = outputs if collections else (outputs, {})
-    targets, segments = _targets(batch), self._segment_ids(batch)
+    targets = _targets(batch)
     divide_by = self._loss_normalizing_factor
     factor, weights = losses.get_loss_normalizing_factor_and_weights(divide_by, batch)
     correct = None
@@ -188,26 +174,21 @@ class BaseTransformerModel(BaseModel):
     if self.has_experts:
       mutables = dict(mutables)
       share = losses.share_of_batch(divide_by, factor, weights)
-      experts = self._expert_losses(mutables.pop("intermediates", {}), share)
-      loss += experts.total
-      expert_metrics = experts.metrics(loss, z_loss, targets.size)
-    if correct is None:
-      metrics = self._compute_metrics(
-        logits=logits,
-        targets=targets,
-        mask=weights,
-        loss=loss,
-        z_loss=z_loss,
-        segment_ids=segments,
+      aux_loss_factor, router_z_loss_factor = self._expert_loss_factors
+      factors = (aux_loss_factor * share, router_z_loss_factor * share)
+      sown = mutables.pop("intermediates", {})
+      loss, expert_metrics = add_expert_losses(
+        loss, z_loss, sown, factors, self.network_config, targets.size
       )
+    # By name, because methods that were written for T5X may accept them in another order.
+    known: dict[str, Any] = {"targets": targets, "mask": weights, "loss": loss, "z_loss": z_loss}
+    known["segment_ids"] = self._segment_ids(batch)
+    if correct is None:
+      metrics = self._compute_metrics(logits=logits, **known)
     else:
-      metrics = compute_base_metrics(None, targets, weights, loss, z_loss, segments, correct)
+      metrics = compute_base_metrics(None, correct=correct, **known)
     metrics |= expert_metrics
     return (loss, (metrics, mutables)) if flax_mutables else (loss, metrics)
-
-  def _expert_losses(self, intermediates: Mapping[str, Any], share: Any = 1.0) -> ExpertLosses:
-    factors = (self._aux_loss_factor * share, self._router_z_loss_factor * share)
-    return expert_losses(intermediates, self.network_config, *factors)
 
   def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
     """Returns the logits, or their two factors if the loss is computed in chunks."""
@@ -250,7 +231,12 @@ class BaseTransformerModel(BaseModel):
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
     targets_BT = _targets(batch)
     weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
-    scores_BT = self._log_probs(logits_BTV, targets_BT) * weights_BT
+    if chunk := self._loss_chunk_length:
+      log_probs_BT = -chunked_cross_entropy(logits_BTV, targets_BT, 0.0, 0.0, chunk).loss_BT
+    else:
+      log_probs_BTV = jax.nn.log_softmax(logits_BTV)
+      log_probs_BT = jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    scores_BT = log_probs_BT * weights_BT
     scores_B = jnp.sum(scores_BT, axis=-1)
     if not return_intermediates:
       return scores_B
@@ -263,27 +249,13 @@ class BaseTransformerModel(BaseModel):
     }
     return scores_B, intermediates
 
-  def _log_probs(self, logits_BTV: Any, targets_BT: jax.Array) -> jax.Array:
-    """Returns each target's log probability from logits, or from their factors if they are chunked."""
-    if self._loss_chunk_length:
-      return -chunked_cross_entropy(
-        logits_BTV, targets_BT, 0.0, 0.0, self._loss_chunk_length
-      ).loss_BT
-    log_probs_BTV = jax.nn.log_softmax(logits_BTV)
-    return jnp.take_along_axis(log_probs_BTV, targets_BT[..., None], axis=-1)[..., 0]
-
   @property
   def _decode_method(self) -> Callable[..., Any] | None:
     """The module's method that computes a decoding step; None for `__call__`."""
     return None
 
   def _decode_step(
-    self,
-    variables: PyTree,
-    context: tuple[jax.Array, ...],
-    tokens_N1: jax.Array,
-    max_decode_length: int,
-    mutable: list[str],
+    self, variables: PyTree, context: Any, tokens_N1: jax.Array, length: int, mutable: list[str]
   ) -> Any:
     """Returns the logits after one more token of every sequence, and the mutable collections."""
     return self.module.apply(
@@ -293,23 +265,23 @@ class BaseTransformerModel(BaseModel):
       tokens_N1,
       enable_dropout=False,
       decode=True,
-      max_decode_length=max_decode_length,
+      max_decode_length=length,
       mutable=mutable,
       method=self._decode_method,
     )
 
-  def _next_logits(
+  def _compute_logits_from_slice(
     self,
     decoding_state: Any,
     params: PyTree,
     max_decode_length: int,
-    precomputed_variables: PyTree | None,
-    *context: jax.Array,
+    precomputed_variables: PyTree | None = None,
+    **context: jax.Array,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every sequence, [N, V], and the new cache."""
     variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
     logits_N1V, variables = self._decode_step(
-      variables, context, decoding_state.cur_token, max_decode_length, ["cache"]
+      variables, context.values(), decoding_state.cur_token, max_decode_length, ["cache"]
     )
     return jnp.squeeze(logits_N1V, axis=1), variables["cache"]
 
@@ -339,28 +311,20 @@ class BaseTransformerModel(BaseModel):
       rng: the random key for sampling.
       **context: further arguments of `_compute_logits_from_slice`, [B, ...].
     """
-    length = prompts_BT.shape[1]
-    step_arguments: dict[str, Any] = {
-      # Each beam or sample attends to its own copy of the encoded inputs.
-      name: decoding.flat_batch_beam_expand(array, num_decodes)
-      for name, array in context.items()
-    }
+    # Each beam or sample attends to its own copy of the encoded inputs.
+    copies = {n: decoding.flat_batch_beam_expand(x, num_decodes) for n, x in context.items()}
+    step_arguments = {"params": params, "max_decode_length": prompts_BT.shape[1], **copies}
     # Subclasses that were written for T5X override this method without the argument, and a module
     # that is not a linen module has no collection for these variables.
     if isinstance(self.module, nn.Module) and accepts(
       self._compute_logits_from_slice, "precomputed_variables"
     ):
-      _, variables = self._decode_step(
-        {"params": params, "cache": cache},
-        tuple(context.values()),
-        jnp.zeros((prompts_BT.shape[0], 1), jnp.int32),
-        length,
-        mutable=["cache", PRECOMPUTED],
-      )
-      precomputed = {name: values for name, values in variables.items() if name != "cache"}
+      first, length = jnp.zeros((len(prompts_BT), 1), jnp.int32), prompts_BT.shape[1]
+      variables, mutable = {"params": params, "cache": cache}, ["cache", PRECOMPUTED]
+      _, variables = self._decode_step(variables, context.values(), first, length, mutable)
+      precomputed = {name: x for name, x in variables.items() if name != "cache"}
       step_arguments["precomputed_variables"] = precomputed
-    is_scanned = getattr(self.module, "scan_layers", False)
-    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0}
+    optional: dict[str, Any] = {"cache_offset": int(getattr(self.module, "scan_layers", False))}
     if initial_index_B is not None:
       optional["initial_index"] = initial_index_B
     decodes_BNT, scores_BN = call_decode_fn(
@@ -370,9 +334,7 @@ class BaseTransformerModel(BaseModel):
       optional,
       inputs=prompts_BT,
       cache=cache,
-      tokens_to_logits=functools.partial(
-        self._compute_logits_from_slice, params=params, max_decode_length=length, **step_arguments
-      ),
+      tokens_to_logits=functools.partial(self._compute_logits_from_slice, **step_arguments),
       eos_id=self.output_vocabulary.eos_id or 1,
       num_decodes=num_decodes,
     )

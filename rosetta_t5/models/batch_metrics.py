@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,15 +36,7 @@ def compute_weighted_accuracy(
     logits: the model's output.
     targets: the ids to predict.
     weights: each target's weight; None for 1.
-
-  Raises:
-    ValueError: the shapes of logits and targets do not match.
   """
-  if logits.ndim != targets.ndim + 1:
-    raise ValueError(
-      "logits must have one dimension more than targets, the vocabulary, got shapes "
-      f"{logits.shape} and {targets.shape}"
-    )
   correct = correct_predictions(logits, targets)
   return jnp.sum(correct if weights is None else correct * weights)
 
@@ -152,63 +143,25 @@ _LOAD = "highest_load"
 LEFT_BEHIND = "tokens_left_behind"
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertLosses:
-  """The auxiliary losses of a batch.
-
-  Attributes:
-    auxiliary_loss: the mean load balancing loss of the layers, times its factor.
-    router_z_loss: the mean z-loss of the layers' routers, times its factor.
-    statistics: the mean over layers of other values, by T5X's names.
-    loads: the highest load of an expert by layer, such as "encoder/layers_1".
-  """
-
-  auxiliary_loss: Float[Array, ""]
-  router_z_loss: Float[Array, ""]
-  statistics: Mapping[str, Float[Array, ""]]
-  loads: Mapping[str, Float[Array, ""]]
-
-  @property
-  def total(self) -> Float[Array, ""]:
-    """What is added to the loss."""
-    return self.auxiliary_loss + self.router_z_loss
-
-  def metrics(self, loss: Float[Array, ""], z_loss: Float[Array, ""], num_tokens: int) -> Metrics:
-    """Returns the metrics of the experts, and those of the cross-entropy without these losses.
-
-    Args:
-      loss: the loss, auxiliary losses and z-loss included.
-      z_loss: the z-loss of the output layer.
-      num_tokens: the number of target tokens, including padding.
-    """
-    average, per_step = clu_metrics.Average, metrics_lib.AveragePerStep
-    one = jnp.float32(1.0)
-    cross_entropy = loss - z_loss - self.total
-    values = {**self.statistics, **{f"{_LOAD}/{n}": value for n, value in self.loads.items()}}
-    return {
-      "experts/auxiliary_loss": per_step(total=self.auxiliary_loss),
-      "experts/router_z_loss": per_step(total=self.router_z_loss),
-      **{f"experts/{n}": average(total=value, count=one) for n, value in values.items()},
-      "cross_ent_loss": per_step(total=cross_entropy),
-      "cross_ent_loss_per_all_target_tokens": average(
-        total=cross_entropy, count=jnp.float32(num_tokens)
-      ),
-    }
-
-
-def expert_losses(
+def add_expert_losses(
+  loss: Float[Array, ""],
+  z_loss: Float[Array, ""],
   intermediates: Mapping[str, Any],
+  factors: tuple[Any, Any],
   config: Any,
-  aux_loss_factor: float,
-  router_z_loss_factor: float,
-) -> ExpertLosses:
-  """Returns the auxiliary losses that layers with experts have sown.
+  num_tokens: int,
+) -> tuple[Float[Array, ""], Metrics]:
+  """Returns the loss with the auxiliary losses that layers with experts have sown, and their metrics.
+
+  The metrics include those of the cross-entropy, which is without these losses.
 
   Args:
+    loss: the loss of the tokens, z-loss included.
+    z_loss: the z-loss of the output layer.
     intermediates: the collection `intermediates`; scanned layers are stacked.
+    factors: the weights of the mean load balancing loss and of the mean router z-loss.
     config: the network's config, which has the number of layers; None gives no loads by layer.
-    aux_loss_factor: the weight of the mean load balancing loss.
-    router_z_loss_factor: the weight of the mean router z-loss.
+    num_tokens: the number of target tokens, including padding.
 
   Raises:
     ValueError: no layer has sown a value.
@@ -220,16 +173,22 @@ def expert_losses(
     if not values:
       raise ValueError(
         f"no layer of the network has sown {name!r} in the collection 'intermediates', which a model "
-        "with experts needs: set num_experts of the network's config to the number of experts, or use a "
-        "model without experts"
+        "with experts needs: set num_experts of the network's config, or use a model without experts"
       )
     means[name] = jnp.mean(jnp.concatenate(values))
-  return ExpertLosses(
-    auxiliary_loss=aux_loss_factor * means["auxiliary_loss"],
-    router_z_loss=router_z_loss_factor * means["router_z_loss"],
-    statistics={name: means[name] for name in _STATISTICS},
-    loads=_loads_by_layer(flat, config),
-  )
+  losses = {name: factor * means[name] for name, factor in zip(_LOSSES, factors, strict=True)}
+  auxiliary = sum(losses.values(), jnp.float32(0))
+  loss = loss + auxiliary
+  cross_entropy = loss - z_loss - auxiliary
+  statistics = {name: means[name] for name in _STATISTICS} | _loads_by_layer(flat, config)
+  average, per_step = clu_metrics.Average, metrics_lib.AveragePerStep
+  all_tokens, one = jnp.float32(num_tokens), jnp.float32(1.0)
+  return loss, {
+    **{f"experts/{name}": per_step(total=value) for name, value in losses.items()},
+    **{f"experts/{name}": average(total=x, count=one) for name, x in statistics.items()},
+    "cross_ent_loss": per_step(total=cross_entropy),
+    "cross_ent_loss_per_all_target_tokens": average(total=cross_entropy, count=all_tokens),
+  }
 
 
 def fraction_left_behind(intermediates: Mapping[str, Any]) -> dict[str, Float[Array, " B"]]:
@@ -271,5 +230,5 @@ def _loads_by_layer(
     matches = [match for part in path if (match := re.fullmatch(r"layers_(\d+)", part))]
     first, step = int(matches[0][1]) if matches else 0, num_layers // len(vector)
     for iteration in range(len(vector)):
-      loads[f"{side}/layers_{first + iteration * step}"] = vector[iteration]
+      loads[f"{_LOAD}/{side}/layers_{first + iteration * step}"] = vector[iteration]
   return loads

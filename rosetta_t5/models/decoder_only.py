@@ -69,19 +69,9 @@ class DecoderOnlyModel(BaseTransformerModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
-    super().__init__(
-      module,
-      input_vocabulary=vocabulary,
-      output_vocabulary=vocabulary,
-      optimizer_def=optimizer_def,
-      decode_fn=decode_fn,
-      label_smoothing=label_smoothing,
-      z_loss=z_loss,
-      loss_normalizing_factor=loss_normalizing_factor,
-      loss_chunk_length=loss_chunk_length,
-      aux_loss_factor=aux_loss_factor,
-      router_z_loss_factor=router_z_loss_factor,
-    )
+    of_model = (module, vocabulary, vocabulary, optimizer_def, decode_fn)
+    of_loss = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
+    super().__init__(*of_model, *of_loss, aux_loss_factor, router_z_loss_factor)
 
   def get_initial_variables(
     self,
@@ -118,16 +108,6 @@ class DecoderOnlyModel(BaseTransformerModel):
       "decoder_causal_attention": self._get_decoder_causal_attention(batch),
     }
 
-  def _compute_logits_from_slice(
-    self,
-    decoding_state: Any,
-    params: PyTree,
-    max_decode_length: int,
-    precomputed_variables: PyTree | None = None,
-  ) -> tuple[jax.Array, PyTree]:
-    """Returns the logits after one more token of every decode, [B·N, V], and the new cache."""
-    return self._next_logits(decoding_state, params, max_decode_length, precomputed_variables)
-
   def _compute_kv_cache(
     self, params: PyTree, inputs: jax.Array, causal_attention_mask: jax.Array
   ) -> tuple[Any, ...]:
@@ -159,9 +139,8 @@ class DecoderOnlyModel(BaseTransformerModel):
       prefill_lengths=lengths_B,
       mutable=["cache", *(["intermediates"] if self.has_experts else [])],
     )
-    if self.has_experts:
-      return variables["cache"], lengths_B, variables.get("intermediates", {})
-    return variables["cache"], lengths_B
+    sown = (variables.get("intermediates", {}),) if self.has_experts else ()
+    return variables["cache"], lengths_B, *sown
 
   def predict_batch_with_aux(
     self,

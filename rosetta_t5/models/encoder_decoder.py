@@ -82,19 +82,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._default_decoder_params = default_decoder_params or DecoderParams()
-    super().__init__(
-      module=module,
-      input_vocabulary=input_vocabulary,
-      output_vocabulary=output_vocabulary,
-      optimizer_def=optimizer_def,
-      decode_fn=decode_fn,
-      label_smoothing=label_smoothing,
-      z_loss=z_loss,
-      loss_normalizing_factor=loss_normalizing_factor,
-      loss_chunk_length=loss_chunk_length,
-      aux_loss_factor=aux_loss_factor,
-      router_z_loss_factor=router_z_loss_factor,
-    )
+    of_model = (module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn)
+    of_loss = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
+    super().__init__(*of_model, *of_loss, aux_loss_factor, router_z_loss_factor)
 
   def get_initial_variables(
     self,
@@ -118,7 +108,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     return [batch[name] for name in names], {name: batch.get(name) for name in _OPTIONAL_FEATURES}
 
-  def _compute_logits_from_slice(
+  def _compute_logits_from_slice(  # type: ignore[override]  # The order of the arguments is T5X's.
     self,
     decoding_state: Any,
     params: PyTree,
@@ -128,9 +118,9 @@ class EncoderDecoderModel(BaseTransformerModel):
     precomputed_variables: PyTree | None = None,
   ) -> tuple[jax.Array, PyTree]:
     """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
-    context = (encoded_inputs, raw_inputs)
-    return self._next_logits(
-      decoding_state, params, max_decode_length, precomputed_variables, *context
+    context = {"encoded_inputs": encoded_inputs, "raw_inputs": raw_inputs}
+    return super()._compute_logits_from_slice(
+      decoding_state, params, max_decode_length, precomputed_variables, **context
     )
 
   @property
@@ -235,22 +225,9 @@ class EncoderDecoderModel(BaseTransformerModel):
       self.module.decode, "prefill"
     )
     cache, initial_index = self._compute_kv_cache(
-      params,
-      encoded_inputs=encoded_BSD,
-      encoder_input_tokens=inputs_BS,
-      decoder_input_tokens=prompts_BT,
-      prefill_decoder_prompt=can_prefill,
+      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
     )
-    decodes, aux = self._decode(
-      params,
-      prompts_BT,
-      cache,
-      initial_index,
-      num_decodes,
-      return_all_decodes,
-      decoder_params,
-      rng,
-      encoded_inputs=encoded_BSD,
-      raw_inputs=inputs_BS,
-    )
+    context = {"encoded_inputs": encoded_BSD, "raw_inputs": inputs_BS}
+    wanted = (num_decodes, return_all_decodes, decoder_params, rng)
+    decodes, aux = self._decode(params, prompts_BT, cache, initial_index, *wanted, **context)
     return decodes, {**aux, **fraction_left_behind(sown)}

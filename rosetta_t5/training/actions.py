@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 from clu import values as clu_values
@@ -116,17 +117,12 @@ def run_actions(
 
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
   values = metrics_by_task.get(task, {})
-  if metric not in values:
-    logging.warning("task %r has no metric %r; it has %s", task, metric, sorted(values))
-    return None
-  value = values[metric]
-  if isinstance(value, clu_values.Scalar):
-    value = value.value
-  elif not isinstance(value, (float, np.floating)):
-    kind = type(value).__name__
-    logging.warning("metric %r of task %r must be a float or a Scalar, got %s", metric, task, kind)
-    return None
-  return float(np.asarray(value))
+  value = values.get(metric)
+  value = value.value if isinstance(value, clu_values.Scalar) else value
+  if isinstance(value, (float, np.floating, np.ndarray, jax.Array)):
+    return float(np.asarray(value))
+  logging.warning("task %r has no number as its metric %r; it has %s", task, metric, dict(values))
+  return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,6 @@ from rosetta_t5.kernels.cross_entropy import cross_entropy
 Scalar = float | int | Num[Array, ""]
 
 
-@jax.custom_vjp
 def cross_entropy_with_logits(
   logits: Float[Array, "*tokens vocab"], targets: Float[Array, "*tokens vocab"], z_loss: Scalar
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
@@ -30,28 +30,9 @@ def cross_entropy_with_logits(
     targets: probabilities that sum to one over the vocabulary.
     z_loss: the weight of the squared log of the softmax denominator.
   """
-  return _soft_forward(logits, targets, z_loss)[0]
-
-
-def _soft_forward(logits: jax.Array, targets: jax.Array, z_loss: Scalar) -> tuple:
   lse = jax.nn.logsumexp(logits, axis=-1)
   z_term = z_loss * jnp.square(lse)
-  loss = z_term - jnp.sum(targets * (logits - lse[..., None]), axis=-1)
-  return (loss, z_term), (logits, targets, jnp.asarray(z_loss, lse.dtype), lse)
-
-
-def _soft_backward(residuals: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
-  logits, targets, z_loss, lse = residuals
-  grad_loss, grad_z = grads
-  grad_lse = grad_loss + (grad_loss + grad_z) * 2.0 * z_loss * lse
-  log_softmax = logits - lse[..., None]
-  grad_logits = grad_lse[..., None] * jnp.exp(log_softmax) - grad_loss[..., None] * targets
-  grad_targets = -grad_loss[..., None] * log_softmax
-  grad_z_loss = jnp.sum((grad_loss + grad_z) * jnp.square(lse))
-  return grad_logits.astype(logits.dtype), grad_targets.astype(targets.dtype), grad_z_loss
-
-
-cross_entropy_with_logits.defvjp(_soft_forward, _soft_backward)
+  return z_term - jnp.sum(targets * (logits - lse[..., None]), axis=-1), z_term
 
 
 def compute_weighted_cross_entropy(
@@ -215,17 +196,13 @@ def share_of_batch(factor: LossNormalizingFactor | None, divisor: Any, weights: 
 
 def microbatch_warning(factor: LossNormalizingFactor | None, num_microbatches: int) -> list[str]:
   """Returns a warning if the factor multiplies the loss by the number of microbatches, else nothing."""
-  if (
-    num_microbatches == 1
-    or not isinstance(factor, SpecialLossNormalizingFactor)
-    or factor in _MEANS
-  ):
+  is_harmless = num_microbatches == 1 or factor in _MEANS
+  if is_harmless or not isinstance(factor, SpecialLossNormalizingFactor):
     return []
-  means = {old: new.name for new, old in _MEANS.items()}
   return [
     f"LOSS_NORMALIZING_FACTOR = '{factor.name}' is a mean over each microbatch, as in T5X: "
     f"{num_microbatches} microbatches multiply loss and gradients by {num_microbatches}. "
-    f"'{means.get(factor, 'MEAN_PER_TOKEN')}' is a mean over the whole batch"
+    "'MEAN_PER_TOKEN' and 'MEAN_PER_SEQUENCE' are means over the whole batch"
   ]
 
 
@@ -236,12 +213,9 @@ def _average_per_sequence(
   if segment_ids_BT is None:
     sums_BT = jnp.sum(weights_BT, axis=-1, keepdims=True)
   else:
-    sums_BT = jax.vmap(_sum_of_own_segment)(weights_BT, segment_ids_BT)
+    num_segments = weights_BT.shape[-1] + 1
+    sum_row = functools.partial(jax.ops.segment_sum, num_segments=num_segments)
+    sums_BS = jax.vmap(sum_row)(weights_BT, segment_ids_BT)
+    sums_BT = jnp.take_along_axis(sums_BS, segment_ids_BT, axis=1)
     weights_BT = jnp.where(segment_ids_BT > 0, weights_BT, 0.0)
   return weights_BT / jnp.where(sums_BT == 0, 1.0, sums_BT)
-
-
-def _sum_of_own_segment(weights_T: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
-  """Returns for each position the sum of the weights of its segment."""
-  sums = jax.ops.segment_sum(weights_T, segment_ids_T, num_segments=weights_T.size + 1)
-  return sums[segment_ids_T]

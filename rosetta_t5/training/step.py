@@ -18,7 +18,7 @@ from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
 from rosetta_t5.training.losses import with_divisors
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
-from rosetta_t5.training.train_state import params_to_evaluate
+from rosetta_t5.training.train_state import params_to_evaluate, uses_loss
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -38,7 +38,6 @@ def train_step(
   learning_rate_fn: Callable[[Int[Array, ""]], Float[Array, ""]],
   num_microbatches: int | None = None,
   weight_metrics: Callable[[PyTree, State, State], Metrics] | None = None,
-  optimizer_uses_loss: bool = False,
 ) -> tuple[State, Metrics]:
   """Returns the state after one optimizer step on `batch`, and the metrics of the batch.
 
@@ -50,12 +49,11 @@ def train_step(
     learning_rate_fn: the schedule, called with the number of completed steps.
     num_microbatches: the number of parts that the batch is split into; their gradients are summed.
     weight_metrics: called with gradients, old and new state; returns additional metrics.
-    optimizer_uses_loss: whether `state.apply_gradient` takes a `StepLoss` as its argument `loss`.
   """
   learning_rate = learning_rate_fn(state.step)
   arguments = (loss_fn, state, batch, jax.random.fold_in(rng, state.step), num_microbatches)
   grads, loss, metrics, mutables = accumulate_gradients(*arguments)
-  about_loss = {"loss": _step_loss(loss, *arguments)} if optimizer_uses_loss else {}
+  about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)

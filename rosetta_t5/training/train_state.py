@@ -12,12 +12,7 @@ from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen import partitioning as flax_partitioning
 from flax.traverse_util import flatten_dict
 
-from rosetta_t5.training.optimizers.optimizer_def import (
-  Optimizer,
-  OptimizerDef,
-  OptimizerState,
-  StepLoss,
-)
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 
@@ -86,7 +81,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes; None if the module
       does not use `param_with_axes`.
     flax_mutables_axes: the same for `flax_mutables`.
-    optimizer_def: the optimizer, which is not a part of the tree.
+    optimizer_def: the `OptimizerDef`, which is not a part of the tree.
   """
 
   step: jax.Array
@@ -95,7 +90,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
   flax_mutables: PyTree = struct.field(default_factory=dict)
   params_axes: PyTree = None
   flax_mutables_axes: PyTree = None
-  optimizer_def: OptimizerDef | None = struct.field(pytree_node=False, default=None)
+  optimizer_def: Any = struct.field(pytree_node=False, default=None)
 
   __hash__ = _StateMethods.__hash__  # A dataclass would otherwise hash its fields, such as dicts.
 
@@ -110,29 +105,18 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     Raises:
       ValueError: a variable has no logical axes, although its collection has some.
     """
-    params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
-    if params_axes is not None:
-      optimizer_def.set_param_axes(flax_partitioning.get_axis_names(params_axes))
-    optimizer_state = optimizer_def.init_state(params)
-    return cls(
-      step=optimizer_state.step,
-      params=params,
-      param_states=optimizer_state.param_states,
-      flax_mutables=mutables,
-      params_axes=params_axes,
-      flax_mutables_axes=mutables_axes,
-      optimizer_def=optimizer_def,
-    )
+    fields = _split_variables(model_variables)
+    if fields["params_axes"] is not None:
+      optimizer_def.set_param_axes(flax_partitioning.get_axis_names(fields["params_axes"]))
+    state = optimizer_def.init_state(fields["params"])
+    parts: dict[str, Any] = {"step": state.step, "param_states": state.param_states}
+    return cls(**parts, **fields, optimizer_def=optimizer_def)
 
   @property
   def _optimizer(self) -> Optimizer:
     """T5X's view of the same state: an optimizer with its target."""
-    assert self.optimizer_def is not None, "create the train state with TrainState.create"
-    return Optimizer(
-      optimizer_def=self.optimizer_def,
-      state=OptimizerState(self.step, self.param_states),
-      target=self.params,
-    )
+    state = OptimizerState(self.step, self.param_states)
+    return Optimizer(optimizer_def=self.optimizer_def, state=state, target=self.params)
 
   def state_dict(self) -> dict[str, Any]:
     """Returns the nested dict that a checkpoint stores, in T5X's layout."""
@@ -148,11 +132,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     return self.replace(_optimizer=optimizer, flax_mutables=self._restored_mutables(state_dict))
 
   def apply_gradient(
-    self,
-    grads: PyTree,
-    learning_rate: Any,
-    flax_mutables: PyTree | None = None,
-    loss: StepLoss | None = None,
+    self, grads: PyTree, learning_rate: Any, flax_mutables: PyTree = None, loss: Any = None
   ) -> TrainState:
     """Returns the state after one optimizer step with `grads`, a tree like `params`.
 
@@ -160,10 +140,10 @@ class TrainState(struct.PyTreeNode, _StateMethods):
       grads: the gradients.
       learning_rate: the learning rate of the step.
       flax_mutables: the new mutable collections; None keeps the old ones.
-      loss: the loss, for an optimizer that uses it (`OptimizerDef.uses_loss`).
+      loss: the `StepLoss`, for an optimizer that uses it (`OptimizerDef.uses_loss`).
     """
-    loss_argument = {} if loss is None else {"loss": loss}
-    optimizer = self._optimizer.apply_gradient(grads, learning_rate=learning_rate, **loss_argument)
+    overrides = {"learning_rate": learning_rate, **({} if loss is None else {"loss": loss})}
+    optimizer = self._optimizer.apply_gradient(grads, **overrides)
     mutables = self.flax_mutables if flax_mutables is None else flax_mutables
     return self.replace(_optimizer=optimizer, flax_mutables=mutables)
 
@@ -173,10 +153,9 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     Raises:
       ValueError: the module does not name logical axes, or the optimizer cannot derive its own.
     """
-    optimizer = self._optimizer
     state = super().as_logical_axes()
-    optimizer = optimizer.optimizer_def.derive_logical_axes(optimizer, state.params)
-    return state.replace(param_states=optimizer.state.param_states)
+    axes = self.optimizer_def.derive_logical_axes(self._optimizer, state.params)
+    return state.replace(param_states=axes.state.param_states)
 
 
 _replace_fields: Any = TrainState.replace
@@ -224,8 +203,7 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
   @classmethod
   def create(cls, model_variables: Mapping[str, Any]) -> InferenceState:
     """Returns the state of step 0 for the result of `module.init`."""
-    params, params_axes, mutables, mutables_axes = _split_variables(model_variables)
-    return cls(jnp.array(0, jnp.int32), params, params_axes, mutables, mutables_axes)
+    return cls(step=jnp.array(0, jnp.int32), **_split_variables(model_variables))
 
   def apply_gradient(self, *args: Any, **kwargs: Any) -> InferenceState:
     """Raises NotImplementedError, because there is no optimizer."""
@@ -247,8 +225,7 @@ class InferenceState(struct.PyTreeNode, _StateMethods):
 
 def uses_loss(train_state: Any) -> bool:
   """Returns whether `apply_gradient` of a state takes the loss; False for a user's own state."""
-  optimizer_def = train_state.optimizer_def if isinstance(train_state, TrainState) else None
-  return optimizer_def is not None and optimizer_def.uses_loss
+  return isinstance(train_state, TrainState) and train_state.optimizer_def.uses_loss
 
 
 def params_to_evaluate(train_state: Any) -> PyTree:
@@ -262,30 +239,22 @@ def params_to_evaluate(train_state: Any) -> PyTree:
   return train_state.optimizer_def.params_to_evaluate(train_state.params, train_state.param_states)
 
 
-def _split_variables(model_variables: Mapping[str, Any]) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-  """Returns the parameters, their axes, the other collections, and the axes of those."""
-  variables = unfreeze(dict(model_variables))
-  all_axes = {
-    name.removesuffix(_AXES_SUFFIX): variables.pop(name)
-    for name in list(variables)
-    if name.endswith(_AXES_SUFFIX)
+def _split_variables(model_variables: Mapping[str, Any]) -> dict[str, PyTree]:
+  """Returns the parameters, the other collections, and the axes of both, by the states' fields."""
+  variables, all_axes = unfreeze(dict(model_variables)), {}
+  for name in [name for name in variables if name.endswith(_AXES_SUFFIX)]:
+    axes = all_axes[name.removesuffix(_AXES_SUFFIX)] = variables.pop(name)
+    named = flatten_dict(unfreeze(flax_partitioning.get_axis_names(axes)), sep="/")
+    of_collection = variables.get(name.removesuffix(_AXES_SUFFIX), {})
+    if missing := flatten_dict(of_collection, sep="/").keys() - named.keys():
+      raise ValueError(f"Missing axis names for parameters: {missing}")  # T5X's message.
+  fields = {
+    "params": variables.pop("params"),
+    "params_axes": all_axes.pop("params", None),
+    "flax_mutables": variables,
+    "flax_mutables_axes": all_axes or None,
   }
-  for name, axes in all_axes.items():
-    _check_all_have_axes(variables.get(name, {}), axes)
-  params, params_axes = variables.pop("params"), all_axes.pop("params", None)
-  return (
-    _like(model_variables, params),
-    params_axes if params_axes is None else _like(model_variables, params_axes),
-    _like(model_variables, variables),
-    _like(model_variables, all_axes) if all_axes else None,
-  )
-
-
-def _check_all_have_axes(variables: PyTree, axes: PyTree) -> None:
-  """Raises ValueError, with T5X's message, unless `axes` names the axes of each variable."""
-  names = flatten_dict(unfreeze(flax_partitioning.get_axis_names(axes)), sep="/")
-  if missing := flatten_dict(variables, sep="/").keys() - names.keys():
-    raise ValueError(f"Missing axis names for parameters: {missing}")
+  return {n: x if x is None else _like(model_variables, x) for n, x in fields.items()}
 
 
 def _like(model_variables: PyTree, tree: PyTree) -> PyTree:

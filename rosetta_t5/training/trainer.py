@@ -27,7 +27,7 @@ from rosetta_t5.training.step import (
   eval_step,
   train_step,
 )
-from rosetta_t5.training.train_state import TrainState, uses_loss
+from rosetta_t5.training.train_state import TrainState
 
 _REPLICATED = PartitionSpec()
 
@@ -37,7 +37,7 @@ def merge_metrics(a: Metrics, b: Metrics) -> Metrics:
   return {name: metric.merge(b[name]) for name, metric in a.items()}
 
 
-class BaseTrainer(abc.ABC):
+class BaseTrainer(contextlib.AbstractContextManager):
   """Runs a subclass's train and eval steps over batches (T5X: BaseTrainer).
 
   A subclass defines two properties: `_partitioned_train_step`, a function
@@ -91,10 +91,7 @@ class BaseTrainer(abc.ABC):
     self.first_nonfinite: FirstNonFinite | None = None
     self.stop_training = False
     self._created = now()
-
-  def __enter__(self) -> BaseTrainer:
-    """Returns the trainer, which is closed when the `with` block ends."""
-    return self
+    self._merge = jax.jit(merge_metrics)
 
   def __exit__(self, *exc_info: object) -> None:
     self.close()
@@ -117,10 +114,6 @@ class BaseTrainer(abc.ABC):
   @abc.abstractmethod
   def _partitioned_eval_step(self) -> Callable[[TrainState, Batch], Metrics]:
     """The eval step on the mesh."""
-
-  @functools.cached_property
-  def _merge(self) -> Callable[[Metrics, Metrics], Metrics]:
-    return jax.jit(merge_metrics)
 
   def train(
     self, batch_iter: Iterator[Batch], num_steps: int, start_step: int | None = None
@@ -294,7 +287,6 @@ class Trainer(BaseTrainer):
       learning_rate_fn=self._learning_rate_fn,
       num_microbatches=self._num_microbatches,
       weight_metrics=computer.compute_metrics if computer is not None else None,
-      optimizer_uses_loss=uses_loss(self.train_state),
     )
     return self._partitioner.partition(
       step,
@@ -317,35 +309,19 @@ class Trainer(BaseTrainer):
 
 
 def trainer_to_compile(
-  trainer_cls: Callable[..., BaseTrainer] | None,
-  model: Any,
-  train_state: TrainState,
-  train_state_axes: Any,
-  partitioner: BasePartitioner,
-  rng: jax.Array,
+  trainer_cls: Callable[..., BaseTrainer] | None, **arguments: Any
 ) -> BaseTrainer:
   """Returns a trainer whose steps are only compiled: it evaluates no task and writes no metrics.
 
   Args:
     trainer_cls: builds the run's trainer, such as `Trainer` with a schedule bound; None for a
       `Trainer` with a constant learning rate.
-    model: the model.
-    train_state: the state, or its shapes.
-    train_state_axes: the train state with a PartitionSpec in place of each array.
-    partitioner: compiles the steps for the mesh.
-    rng: the key for dropout.
+    **arguments: the other arguments of the trainer; the state may be one of shapes.
   """
-  make_trainer = trainer_cls or functools.partial(
-    Trainer,
-    learning_rate_fn=lambda step: jnp.float32(1e-3),
-    num_microbatches=None,  # As in T5X's precompile.
-  )
-  return make_trainer(
-    model=model,
-    train_state=train_state,
-    partitioner=partitioner,
-    eval_names=[],
-    summary_dir=None,
-    train_state_axes=train_state_axes,
-    rng=rng,
-  )
+  # As in T5X's precompile.
+  constant: dict[str, Any] = {
+    "learning_rate_fn": lambda step: jnp.float32(1e-3),
+    "num_microbatches": None,
+  }
+  make_trainer = trainer_cls or functools.partial(Trainer, **constant)
+  return make_trainer(eval_names=[], summary_dir=None, **arguments)

@@ -258,9 +258,7 @@ def test_a_custom_decode_function_receives_only_arguments_that_it_accepts():
   np.testing.assert_array_equal(tokens[:, 0], np.argmax(logits, -1))
   np.testing.assert_allclose(aux["scores"], np.max(logits, -1), rtol=1e-5)
   scanned = make_model(Scanned(T5_1_1), decode_fn=plain)
-  with pytest.raises(
-    ValueError, match=r"function plain needs an argument cache_offset, because the module"
-  ):
+  with pytest.raises(ValueError, match=r"function plain needs an argument cache_offset"):
     jax.eval_shape(functools.partial(scanned.predict_batch, params_of(T5_1_1)), BATCH)
 
 
@@ -280,10 +278,6 @@ def test_the_decode_function_receives_the_batch_dimension_of_a_scanned_cache():
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    (
-      {"decoder_params": {"alhpa": 0.5}},
-      r"'alhpa', which the decode function beam_search does not ",
-    ),
     ({"decoder_params": {"alhpa": 0.5}}, r"\(did you mean 'alpha'\?\): it accepts inputs, cache, "),
     (
       {"decoder_params": {"decode_rng": jax.random.PRNGKey(0)}, "rng": jax.random.PRNGKey(1)},

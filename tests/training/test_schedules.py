@@ -79,18 +79,10 @@ def test_error_names_the_unknown_factor_and_a_similar_one():
     create_learning_rate_scheduler("constant * linear_warmpu")
 
 
-@pytest.mark.parametrize(
-  ("factors", "number"),
-  [
-    ("constant * linear_warmup", "warmup_steps"),
-    ("rsqrt_decay", "warmup_steps"),
-    ("decay_every", "steps_per_decay"),
-    ("cosine_decay", "steps_per_cycle"),
-  ],
-)
-def test_divisors_must_be_positive(factors, number):
-  with pytest.raises(ValueError, match=f"{number} must be positive for the factor"):
-    create_learning_rate_scheduler(factors, **{number: 0})
+@pytest.mark.parametrize("factors", ["constant * linear_warmup", "rsqrt_decay"])
+def test_the_warmup_that_a_factor_divides_by_must_be_positive(factors):
+  with pytest.raises(ValueError, match="warmup_steps must be positive for the factor"):
+    create_learning_rate_scheduler(factors, warmup_steps=0)
 
 
 @pytest.mark.parametrize(
@@ -103,22 +95,6 @@ def test_linear_decay_which_contains_the_base_is_not_combined_with_constant(fact
 
 def test_constant_does_not_need_warmup():
   assert create_learning_rate_scheduler("constant", 0.25, warmup_steps=0)(3) == 0.25
-
-
-@pytest.mark.parametrize(
-  "wrong",
-  [
-    {"base_learning_rate": -1.0},
-    {"base_learning_rate": float("nan")},
-    {"warmup_steps": -1},
-    {"decay_factor": -0.5},
-    {"min_learning_rate": float("inf")},
-  ],
-)
-def test_negative_and_infinite_numbers_are_refused(wrong):
-  (name,) = wrong
-  with pytest.raises(ValueError, match=f"{name} must be a number of at least 0, got"):
-    create_learning_rate_scheduler(**wrong)
 
 
 def test_steps_that_float32_cannot_represent_are_exact():

@@ -222,7 +222,6 @@ def kfac_factors(config):
     train_step,
     loss_fn=model.loss_fn,
     learning_rate_fn=lambda _: jnp.float32(0.01),
-    optimizer_uses_loss=True,
   )
   return jax.jit(step)(state, batch, jax.random.PRNGKey(0))[0].param_states[0].factors
 
