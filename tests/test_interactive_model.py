@@ -182,7 +182,7 @@ def test_batches_are_taken_from_tasks():
     "pairs_in_batches", "test", 1, 1, get_pretokenized_examples=False, shuffle=False
   )
   assert tokens["target"] == [*byte_vocabulary().encode(PAIRS[0][1]), 1]
-  with pytest.raises(ValueError, match=r"3 batches of 4 examples were requested.* has 11 examples"):
+  with pytest.raises(ValueError, match="has only 11 examples: request fewer"):
     get_batches_from_seqio("pairs_in_batches", "test", 4, 3)
   import_seqio().TaskRegistry.remove("pairs_in_batches")
 

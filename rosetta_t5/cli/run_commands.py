@@ -244,7 +244,7 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.config.launch import read_macros
   from rosetta_t5.data import file_task
   from rosetta_t5.data.prepared import prepared_task
-  from rosetta_t5.data.prepared.prepare import MANIFEST
+  from rosetta_t5.data.prepared.shards import MANIFEST
   from rosetta_t5.data.tensorflow_import import import_seqio
   from rosetta_t5.trained_model import read_run
 

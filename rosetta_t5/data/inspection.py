@@ -10,22 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.dataset_config import (
-  DatasetConfig,
-  find_task_or_mixture,
-  subtasks_with_split,
-)
+from rosetta_t5.data.dataset_config import DatasetConfig, find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.pipeline.data_description import first_examples
 from rosetta_t5.data.pipeline.datasets import as_batch_iterator, get_dataset
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.prepared.shards import read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
-from rosetta_t5.data.vocabularies.sentencepiece_models import (
-  count_lost,
-  describe_lost,
-  lost_text_problems,
-  sentinel_ids,
-)
+from rosetta_t5.data.vocabularies import sentencepiece_models
 
 Example = Mapping[str, np.ndarray]  # {"inputs": tokens, "targets": tokens}
 
@@ -73,7 +64,9 @@ def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
 
 def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
   """Returns tokens as text, with sentinels as ⟨0⟩, ⟨1⟩, … and the end token as ⟨end⟩."""
-  markers = {id_: f"⟨{number}⟩" for number, id_ in enumerate(sentinel_ids(vocabulary))}
+  markers = {
+    id_: f"⟨{number}⟩" for number, id_ in enumerate(sentencepiece_models.sentinel_ids(vocabulary))
+  }
   markers[vocabulary.eos_id] = "⟨end⟩"
   parts: list[str] = []
   for marker, run in itertools.groupby(map(int, tokens), key=markers.get):
@@ -116,10 +109,12 @@ def _check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str
   if isinstance(task, PreparedTask):
     found = [Counter[str](read_manifest(folder).get("losses")) for folder in task.folders]
   else:
-    found = [count_lost(text, vocabulary) for text in _texts_of_task(cfg, task)]
+    found = [
+      sentencepiece_models.count_lost(text, vocabulary) for text in _texts_of_task(cfg, task)
+    ]
   if counts := sum(found, Counter()):
-    print("\n".join(describe_lost(counts)))
-    yield from lost_text_problems(counts)
+    print("\n".join(sentencepiece_models.describe_lost(counts)))
+    yield from sentencepiece_models.lost_text_problems(counts)
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:

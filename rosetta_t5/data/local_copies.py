@@ -52,20 +52,18 @@ def add_copy(path: str, copy: str | os.PathLike[str]) -> None:
 
 
 def _candidates(path: str, setting: str) -> list[pathlib.Path]:
-  """Returns every local path that may hold a copy of `path`: a mapping of the whole path comes first."""
+  """Returns every local path that may hold a copy of `path`, in the order of the setting."""
   bucket_path = path.removeprefix("gs://")
   path_in_bucket = bucket_path.partition("/")[2]
+  last_two_parts = "/".join(path_in_bucket.split("/")[-2:])
   candidates: list[pathlib.Path] = []
   for entry in filter(None, setting.split(",")):
     prefix, equals, target = entry.strip().rpartition("=")
     if not equals:
-      last_two_parts = "/".join(path_in_bucket.split("/")[-2:])
       suffixes = (bucket_path, path_in_bucket, last_two_parts)
       candidates += [pathlib.Path(target, suffix) for suffix in suffixes]
-    elif path == prefix:
-      candidates.insert(0, pathlib.Path(target))
-    elif path.startswith(prefix.rstrip("/") + "/"):
-      candidates.append(pathlib.Path(target, path.removeprefix(prefix.rstrip("/") + "/")))
+    elif f"{path}/".startswith(prefix.rstrip("/") + "/"):
+      candidates.append(pathlib.Path(target, path.removeprefix(prefix).lstrip("/")))
   return candidates
 
 

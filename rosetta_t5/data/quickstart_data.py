@@ -11,6 +11,7 @@ import ast
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -147,14 +148,13 @@ def _comment_blocks(source: str, tree: ast.Module) -> Iterator[str]:
   for node in ast.walk(tree):
     if isinstance(node, ast.Constant | ast.JoinedStr):
       in_strings.update(range(node.lineno + 1, (node.end_lineno or node.lineno) + 1))
-  block: list[str] = []
-  for number, line in enumerate([*source.split("\n"), ""], start=1):
-    stripped = line.strip()
-    if stripped.startswith("#") and number not in in_strings:
-      block.append(stripped.lstrip("#!: "))
-    elif block:
-      yield "\n".join(block)
-      block = []
+
+  def is_comment(line: tuple[int, str]) -> bool:
+    return line[1].strip().startswith("#") and line[0] not in in_strings
+
+  for are_comments, lines in itertools.groupby(enumerate(source.split("\n"), 1), is_comment):
+    if are_comments:
+      yield "\n".join(line.strip().lstrip("#!: ") for _, line in lines)
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,11 +18,16 @@ import jax
 import numpy as np
 from clu.data import dataset_iterator
 
-from rosetta_t5.data import dataset_config
-from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.dataset_config import (
+  DatasetConfig,
+  find_task_or_mixture,
+  naming_data,
+  read_task,
+  subtasks_with_split,
+  task_files,
+)
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.reading.files import compare_files, describe_files
-from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import count_unknown, describe_unknown
 from rosetta_t5.distributed.coordination import check_same
 from rosetta_t5.user_errors import OWN_PACKAGES
@@ -78,21 +83,21 @@ def describe_tasks(cfg: DatasetConfig) -> Description | str:
   A user's dataset function need not read a registered task.
   """
   try:
-    provider = dataset_config.find_task_or_mixture(cfg)
+    provider = find_task_or_mixture(cfg)
   except ValueError:
     return cfg.name
   describe = functools.cache(describe_files)  # UL2's seven tasks read the same files.
   tasks: Description = {}
-  for number, task in enumerate(dataset_config.subtasks_with_split(cfg, provider)):
+  for number, task in enumerate(subtasks_with_split(cfg, provider)):
     name = task.name
     if (arguments := getattr(task.source, "arguments", None)) is not None:
       # The name of a `file_task`, or of a denoiser of its UL2 mixture, may be derived from its files' paths.
       is_own = cfg.name in name
       name = name.replace(cfg.name, "file_task") if is_own else f"file_task {number}"
     tasks[name] = {"arguments": arguments}
-    if isinstance(provider, seqio.Mixture):
+    if provider is not task:
       tasks[name]["rate"] = float(provider.get_rate(task))
-    paths = tuple(dataset_config.task_files(task, cfg))
+    paths = tuple(task_files(task, cfg))
     if any(os.path.isfile(path) or "://" in path for path in paths):
       is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
       tasks[name]["data"] = describe(paths, is_movable)
@@ -127,14 +132,10 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
   found: dict[str, str] = {}
   for cfg in filter(None, cfgs):
     try:
-      provider = dataset_config.find_task_or_mixture(cfg)
+      provider = find_task_or_mixture(cfg)
       folders = map(pathlib.Path, getattr(provider, "folders", ()))
       paths = [str(path) for folder in folders for path in folder.iterdir()]
-      paths += [
-        path
-        for t in dataset_config.subtasks_with_split(cfg, provider)
-        for path in dataset_config.task_files(t, cfg)
-      ]
+      paths += [path for t in subtasks_with_split(cfg, provider) for path in task_files(t, cfg)]
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
@@ -150,7 +151,6 @@ class FirstExamples:
 
   Attributes:
     task: the task's name.
-    share: the share of the run's rows that are the task's, in a mixture; else 1.
     number: the number of examples of the split; None if it is not known.
     is_exact: whether it was counted, and not estimated.
     lengths: for each feature the numbers of tokens of these examples, with the end token; none if the
@@ -159,7 +159,6 @@ class FirstExamples:
   """
 
   task: str
-  share: float
   number: int | None
   is_exact: bool
   lengths: Mapping[str, np.ndarray]
@@ -201,7 +200,7 @@ class FirstExamples:
     if steps and self.number and self.lengths:
       # With packing, as many examples are in a row as the feature that fills it first allows.
       full = [limits[name] / np.minimum(x, limits[name]).mean() for name, x in self.lengths.items()]
-      rows = self.share * steps * cfg.batch_size * (max(1.0, min(full)) if cfg.pack else 1.0)
+      rows = steps * cfg.batch_size * (max(1.0, min(full)) if cfg.pack else 1.0)
       parts.append(f"{steps:,} steps are about {rows / self.number:.3g} epochs")
     return "; ".join(parts)
 
@@ -212,21 +211,10 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   Raises:
     ValueError: there is no such task, its files cannot be read, or none of their first records is usable.
   """
-  provider = dataset_config.find_task_or_mixture(cfg)
-  tasks = (
-    dataset_config.subtasks_with_split(cfg, provider)
-    if cfg.task_feature_lengths is not None
-    else []
-  )
-  rates = defaultdict[int, float](
-    float
-  )  # by source, because UL2's denoisers are tasks on one source
-  for task in tasks:
-    rates[id(task.source)] += 1.0 if provider is task else float(provider.get_rate(task))
-  firsts = {id(task.source): task for task in reversed(tasks)}
-  shares = [(firsts[source], rate / sum(rates.values())) for source, rate in rates.items()]
-  with dataset_config.naming_data(cfg):
-    return [_measure(task, cfg, share) for task, share in shares[:_MAX_TASKS]]
+  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg)) if cfg.task_feature_lengths else []
+  by_source = {id(task.source): task for task in tasks}  # UL2's denoisers are tasks on one source.
+  with naming_data(cfg):
+    return [_measure(task, cfg) for task in [*by_source.values()][:_MAX_TASKS]]
 
 
 def check_examples(
@@ -250,35 +238,27 @@ def check_examples(
     each.check_targets(cfg)
 
   def describe(steps: int | None) -> list[str]:
-    texts = {each.task: text for each in found if (text := each.text(cfg, steps))}
-    return [text if len(found) == 1 else f"{task}: {text}" for task, text in texts.items()]
+    if len(found) == 1:  # The tasks of a mixture have different numbers of epochs.
+      return [text for text in [found[0].text(cfg, steps)] if text]
+    return [f"{each.task}: {text}" for each in found if (text := each.text(cfg))]
 
   return describe
 
 
-def _measure(task: Any, cfg: DatasetConfig, share: float) -> FirstExamples:
-  features = task.output_features
-  examples: list[Mapping[str, Any]] = []
+def _measure(task: Any, cfg: DatasetConfig) -> FirstExamples:
+  dataset, features = None, task.output_features
   # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
   with contextlib.suppress(Exception):
-    dataset = dataset_config.read_task(
-      dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0
-    )
-    examples = dataset.take(_EXAMPLES).as_numpy_iterator()
-  examples = list(examples)
+    dataset = read_task(dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0)
+  examples = list(dataset.take(_EXAMPLES).as_numpy_iterator()) if dataset is not None else []
   names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]
   lengths = {n: np.array([len(x[n]) for x in examples if n in x]) for n in names}
   unknown = Counter[str]()
   for example, (name, feature) in itertools.product(examples, features.items()):
     if isinstance(text := example.get(f"{name}_pretokenized"), bytes):
       unknown += count_unknown(text.decode(), feature.vocabulary)
-  return FirstExamples(
-    task.name,
-    share,
-    *_number_of_examples(task, cfg),
-    {name: counts for name, counts in lengths.items() if len(counts)},
-    unknown,
-  )
+  lengths = {name: counts for name, counts in lengths.items() if len(counts)}
+  return FirstExamples(task.name, *_number_of_examples(task, cfg), lengths, unknown)
 
 
 def _number_of_examples(task: Any, cfg: DatasetConfig) -> tuple[int | None, bool]:

@@ -52,8 +52,7 @@ def get_dataset(
   """
   if continue_from_last_checkpoint:
     raise ValueError(
-      "get_dataset.continue_from_last_checkpoint must be False: to restore the feed's position, set "
-      "utils.RestoreCheckpointConfig.restore_dataset = True"
+      "To continue from the last checkpoint, set utils.RestoreCheckpointConfig.restore_dataset = True"
     )
   _check_batch_size(cfg, num_shards)
   seed = dataset_config.resolve_seed(cfg)
@@ -125,35 +124,25 @@ def get_training_eval_datasets(
   del model_dir, start_step
   if deterministic:
     raise ValueError(
-      "get_training_eval_datasets.deterministic=True (T5X's deterministic tasks) is not supported: leave it "
-      "False"
+      "get_training_eval_datasets has no support for deterministic=True: leave it False"
     )
   _check_batch_size(cfg, num_shards)
   if isinstance(prepared := cfg.mixture_or_task_name, PreparedTask):
     return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps)}
   provider = dataset_config.find_checked_task(cfg)
-  names = {task.name: task.name for task in dataset_config.subtasks_with_split(cfg, provider)}
-  names[provider.name] = cfg.mixture_or_task_name
+  _check_not_empty(cfg, provider, seqio.ShardInfo(0, 1))
 
   def batches(name: Any) -> tf.data.Dataset:
-    examples = get_dataset(
-      dataclasses.replace(cfg, mixture_or_task_name=name, batch_size=1),
-      shard_id=0,
-      num_shards=1,
-      feature_converter_cls=feature_converter_cls,
-      # Reading must end even if the task filters out all examples, so the passes are limited.
-      num_epochs=eval_steps * cfg.batch_size,
-      continue_from_last_checkpoint=False,
-    )
-    if not _has_element(cfg, examples):
-      raise ValueError(
-        f"The split '{cfg.split}' of the task '{name}' has no example to evaluate. Give it more data, "
-        "or set train.train_eval_dataset_cfg = None."
-      )
+    one = dataclasses.replace(cfg, mixture_or_task_name=name, batch_size=1)
+    # Reading must end even if the task filters out all examples, so the passes are limited.
+    passes = eval_steps * cfg.batch_size
+    examples = get_dataset(one, 0, 1, feature_converter_cls, num_epochs=passes)
     rows = examples.unbatch().repeat().shard(num_shards, shard_id)
     dataset = rows.batch(cfg.batch_size // num_shards, drop_remainder=True).take(eval_steps)
     return dataset.cache() if cfg.use_memory_cache else dataset
 
+  names = {task.name: task.name for task in dataset_config.subtasks_with_split(cfg, provider)}
+  names[cfg.name] = cfg.mixture_or_task_name
   return {name: batches(reference) for name, reference in names.items()}
 
 
@@ -170,32 +159,22 @@ def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) 
   """Checks that this shard of every task has an example.
 
   Training repeats its data forever, so a task that filters out all its examples would never end. One
-  unshuffled pass is therefore read up to its first example. Providers other than SeqIO's tasks and
-  mixtures are not checked.
+  unshuffled pass is therefore read up to its first example.
 
   Raises:
-    ValueError: this shard of a task has no example.
+    ValueError: this shard of a task has no example, or a file is damaged.
   """
-  if not isinstance(provider, seqio.Task | seqio.Mixture):
-    return
   for task in dataset_config.subtasks_with_split(cfg, provider):
-    if not _has_element(cfg, dataset_config.read_task(cfg, task, shard_info=shard)):
-      part = f"shard {shard.index} of {shard.num_shards} of " if shard.num_shards > 1 else ""
-      raise ValueError(
-        f"There are no examples in {part}the split '{cfg.split}' of the task '{task.name}': its files are "
-        "empty, or its preprocessors drop every example. If only a shard has none, split the files into "
-        "more files, or run on fewer hosts."
-      )
-
-
-def _has_element(cfg: DatasetConfig, dataset: tf.data.Dataset) -> bool:
-  """Returns whether a dataset has any element.
-
-  Raises:
-    ValueError: a file is damaged, or none of its records is usable.
-  """
-  with dataset_config.naming_data(cfg):
-    return any(True for _ in dataset.take(1))
+    with dataset_config.naming_data(cfg):
+      examples = dataset_config.read_task(cfg, task, shard_info=shard)
+      if any(True for _ in examples.take(1)):
+        continue
+    part = f"shard {shard.index} of {shard.num_shards} of " if shard.num_shards > 1 else ""
+    raise ValueError(
+      f"There are no examples in {part}the split '{cfg.split}' of the task '{task.name}': its files are "
+      "empty, or its preprocessors drop every example. If only a shard has none, split the files into "
+      "more files, or run on fewer hosts."
+    )
 
 
 def as_batch_iterator(data: Any) -> dataset_iterator.DatasetIterator:

@@ -17,14 +17,9 @@ from flax import serialization
 from jax.sharding import NamedSharding
 
 from rosetta_t5.data.dataset_config import DatasetConfig, naming_data
+from rosetta_t5.data.pipeline import datasets
 from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
-from rosetta_t5.data.pipeline.datasets import (
-  HostBatch,
-  as_batch_iterator,
-  check_has_target,
-  check_ids,
-  token_limit,
-)
+from rosetta_t5.data.pipeline.datasets import HostBatch
 from rosetta_t5.data.prepared.prepared_batches import PreparedIterator
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.tensorflow_import import tf
@@ -242,7 +237,7 @@ def training_feed(
     checkpoint_cfg=checkpoint_cfg,
     data_layout=layout,
     dataset_cfg=cfg,
-    limit=token_limit(model),
+    limit=datasets.token_limit(model),
   )
 
 
@@ -274,11 +269,11 @@ def prepare_train_iter(
   name = f"the task '{dataset_cfg.name}'" if dataset_cfg else "the training data"
 
   def check(batch: HostBatch) -> None:
-    check_ids(batch, name, limit)
+    datasets.check_ids(batch, name, limit)
     if is_training and data_layout.num_shards == 1:  # Other hosts may have the batch's targets.
-      check_has_target(batch, name)
+      datasets.check_has_target(batch, name)
 
-  source = as_batch_iterator(train_iter)
+  source = datasets.as_batch_iterator(train_iter)
   size, local_size = data_layout.batch_size, data_layout.batch_size // data_layout.num_shards
   shapes: dict[str, tuple[int, ...]] = {}
   for feature, spec in source.element_spec.items():

@@ -245,10 +245,7 @@ def get_batches_from_seqio(
     for example in dataset.take(batch_size * num_batches).as_numpy_iterator()
   ]
   if len(examples) < batch_size * num_batches:
-    raise ValueError(
-      f"{num_batches} batches of {batch_size} examples were requested, but the split '{split}' of "
-      f"'{task_or_mixture_name}' has {len(examples)} examples: request fewer"
-    )
+    raise ValueError(f"'{task_or_mixture_name}' has only {len(examples)} examples: request fewer")
   return [examples[n * batch_size : (n + 1) * batch_size] for n in range(num_batches)]
 
 

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
 import signal
@@ -21,14 +20,8 @@ from typing import Any
 
 from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import local_path
-from rosetta_t5.data.prepared.shards import (
-  MANIFEST,
-  SPLITS,
-  VOCABULARY,
-  ShardJob,
-  read_manifest,
-  run_job,
-)
+from rosetta_t5.data.prepared import shards
+from rosetta_t5.data.prepared.shards import ShardJob
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
@@ -53,8 +46,6 @@ from rosetta_t5 import data
 MIXTURE_OR_TASK_NAME = @data.prepared_task()
 data.prepared_task.folders = {folder!r}
 """
-
-Summary = Mapping[str, Any]  # what `run_job` returns
 
 
 def prepare(
@@ -112,29 +103,28 @@ def prepare(
     "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
   }
   with exclusive_output(folder):
-    if (folder / MANIFEST).exists():  # Runs may be using the tokens.
-      stored = read_manifest(folder)
+    if (folder / shards.MANIFEST).exists():  # Runs may be using the tokens.
+      stored = shards.read_manifest(folder)
       before = {name: stored.get(name, stored["vocabulary"]["sha256"]) for name in settings}
       if before != settings:
         raise ValueError(
           f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
         )
-    write_atomically(folder / VOCABULARY, model)
+    write_atomically(folder / shards.VOCABULARY, model)
     jobs = _plan(
       files,
       out=str(folder),
-      vocabulary=str(folder / VOCABULARY),
       read_options=read_options,
       on_bad_example=on_bad_example,
       **settings,
     )
-    (folder / MANIFEST).unlink(missing_ok=True)
+    (folder / shards.MANIFEST).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
     manifest = _manifest(jobs[0], tokenizer.get_piece_size(), _run(jobs, workers, executor))
-    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
+    write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
     # ArrayRecord detects damage of the shards themselves.
     indices = [path.name for path in folder.glob("*.ends.npy")]
-    write_manifest(folder, [VOCABULARY, MANIFEST, *indices])
+    write_manifest(folder, [shards.VOCABULARY, shards.MANIFEST, *indices])
   return manifest
 
 
@@ -157,7 +147,7 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
 
 def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
   """Removes the shards of calls with another number of shards, and what killed calls have left."""
-  tokens = [job.file(split) for job in jobs for split in SPLITS]
+  tokens = [job.file(split) for job in jobs for split in shards.SPLITS]
   indices = [path.with_suffix(".ends.npy") for path in tokens]
   kept = {*tokens, *indices, *(job.summary_file for job in jobs)}
   for path in itertools.chain.from_iterable(map(folder.glob, _OWN_FILES)):
@@ -172,13 +162,15 @@ def _end_with_parent() -> None:
   assert parent is not None
 
   def wait_for_parent() -> None:
-    multiprocessing.connection.wait([parent.sentinel])
+    parent.join()
     os._exit(1)
 
   threading.Thread(target=wait_for_parent, daemon=True).start()
 
 
-def _run(jobs: Sequence[ShardJob], workers: int | None, given: Executor | None) -> list[Summary]:
+def _run(
+  jobs: Sequence[ShardJob], workers: int | None, given: Executor | None
+) -> list[dict[str, Any]]:
   """Runs the jobs whose shards are not complete, largest first, and returns the summaries of all."""
   done = {job.number: summary for job in jobs if (summary := job.stored_summary())}
   incomplete = [job for job in jobs if job.number not in done]
@@ -190,23 +182,23 @@ def _run(jobs: Sequence[ShardJob], workers: int | None, given: Executor | None) 
     contextlib.nullcontext(given) if given else ProcessPoolExecutor(count, spawn, _end_with_parent)
   )
   with pool as executor:
-    results = executor.map(run_job, incomplete)  # An error in one cancels those that wait.
+    results = executor.map(shards.run_job, incomplete)  # An error in one cancels those that wait.
     shown = terminal.track(results, "preparing", len(incomplete), "shards", sys.stderr)
     done |= {job.number: summary for job, summary in zip(incomplete, shown, strict=True)}
   return [done[job.number] for job in jobs]
 
 
-def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str, Any]:
+def _manifest(job: ShardJob, pieces: int, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   splits: dict[str, dict[str, Any]] = {}
-  for split in SPLITS:
-    entries = [shard["splits"][split] for shard in shards if split in shard["splits"]]
+  for split in shards.SPLITS:
+    entries = [summary["splits"][split] for summary in summaries if split in summary["splits"]]
     counts = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
     splits[split] = {**counts, "shards": entries}
   losses, bad_examples = (
-    sum((Counter(shard[name]) for shard in shards), Counter[str]())
+    sum((Counter(summary.get(name)) for summary in summaries), Counter[str]())
     for name in ("losses", "bad_examples")
   )
-  first_bad = next(filter(None, (shard["first_bad_example"] for shard in shards)), None)
+  first_bad = next(filter(None, (summary["first_bad_example"] for summary in summaries)), None)
   if not splits["train"]["documents"]:
     raise ValueError(
       f"There is no document for training ({splits['validation']['documents']} for validation, "
@@ -214,16 +206,17 @@ def _manifest(job: ShardJob, pieces: int, shards: Sequence[Summary]) -> dict[str
     )
   return {
     "format": 1,
-    "vocabulary": {"file": VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
+    "vocabulary": {"file": shards.VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
     "text": job.text,
     "append_end": job.append_end,
     "validation_percent": job.validation_percent,
-    "text_bytes": sum(shard["text_bytes"] for shard in shards),
     "splits": splits,
     "losses": losses,
     "bad_examples": bad_examples,
     "first_bad_example": first_bad,
-    "sources": [{"file": path, "bytes": n} for shard in shards for path, n, _ in shard["sources"]],
+    "sources": [
+      {"file": path, "bytes": n} for summary in summaries for path, n, _ in summary["sources"]
+    ],
   }
 
 

@@ -13,8 +13,8 @@ import math
 import pathlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from clu.data import dataset_iterator
@@ -36,19 +36,13 @@ class BatchObjective:
 
   Attributes:
     length: number of tokens in a segment.
+    description: the objective with its settings, which positions in the data contain.
+    features: returns the features of (tokens [B, L], keys [B]), padded with zeros at the end.
   """
 
   length: int
-  stored_name: ClassVar[str]  # the class's name in `description`
-
-  @property
-  def description(self) -> str:
-    """The objective with its settings, which must stay as they are in positions of existing runs."""
-    return str(self).replace(type(self).__name__, self.stored_name, 1)
-
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
-    """Returns the task's features, padded with zeros at the end."""
-    raise NotImplementedError
+  description: str
+  features: Callable[[np.ndarray, np.ndarray], HostBatch]
 
 
 @dataclasses.dataclass
@@ -58,8 +52,7 @@ class BatchSequence:
   A source is a pair of a folder and an objective. With UL2 each folder becomes seven sources.
 
   Attributes:
-    segments: the segments of each source.
-    objectives: the objective of each source.
+    sources: the segments and the objective of each source.
     mixture: maps an example's number to its source and its index in that source.
     lengths: the lengths of "inputs" and "targets", or of "targets" alone.
     batch_size: number of rows in the global batch.
@@ -68,8 +61,7 @@ class BatchSequence:
     pack: whether to add segment ids and positions, although every row is a single segment.
   """
 
-  segments: Sequence[Segments]
-  objectives: Sequence[BatchObjective]
+  sources: Sequence[tuple[Segments, BatchObjective]]
   mixture: RateMixture | ProportionalMixture
   lengths: Mapping[str, int]
   batch_size: int
@@ -95,19 +87,19 @@ class BatchSequence:
   def describe_data(self) -> dict[str, Any]:
     """Returns what a batch depends on as JSON values; folders may be moved."""
     assert isinstance(self.mixture, RateMixture)
-    streams = {str(segments.stream.folder): segments.stream for segments in self.segments}
+    streams = {str(segments.stream.folder): segments.stream for segments, _ in self.sources}
     sizes, digests = ([s.size for s in streams.values()], [s.digest for s in streams.values()])
     return {
       "folders": list_files(list(streams), sizes, digests, is_movable=True),
       "shares": list(map(str, self.mixture.shares)),
-      "objectives": [objective.description for objective in self.objectives],
+      "objectives": [objective.description for _, objective in self.sources],
     }
 
   def measures(self, step: int) -> dict[str, float]:
     """Returns {"data/epochs/NAME": how many times a folder has been read at the beginning of a step}."""
     assert isinstance(self.mixture, RateMixture)
     epochs = defaultdict[pathlib.Path, float](float)
-    for source, segments in enumerate(self.segments):
+    for source, (segments, _) in enumerate(self.sources):
       examples = self.mixture.examples_before(step * self.batch_size, source)
       epochs[segments.stream.folder] += examples / segments.count
     names = [folder.name for folder in epochs]
@@ -117,17 +109,17 @@ class BatchSequence:
 
   def _task_features(self, numbers: Sequence[int]) -> HostBatch:
     """Returns the features of these examples, which are computed for each source at once."""
-    sources, indices = zip(*map(self.mixture.locate, numbers), strict=True)
     keys_B = random_keys(self.seed, np.array(numbers))
-    features = {
-      name: np.zeros((len(numbers), length), np.int32) for name, length in self.lengths.items()
-    }
-    for source in sorted(set(sources)):
-      rows = [row for row, row_source in enumerate(sources) if row_source == source]
-      segments = self.segments[source]
-      starts = [segments.start(indices[row]) for row in rows]
+    rows_of = defaultdict[int, list[tuple[int, int]]](list)
+    for row, (source, index) in enumerate(map(self.mixture.locate, numbers)):
+      rows_of[source].append((row, index))
+    shapes = {name: (len(numbers), length) for name, length in self.lengths.items()}
+    features = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+    for source, found in rows_of.items():
+      rows, (segments, objective) = [row for row, _ in found], self.sources[source]
+      starts = [segments.start(index) for _, index in found]
       tokens_BL = segments.stream.read(starts, segments.length)
-      for name, values in self.objectives[source].features(tokens_BL, keys_B[rows]).items():
+      for name, values in objective.features(tokens_BL, keys_B[rows]).items():
         features[name][rows, : values.shape[1]] = values
     return features
 

@@ -54,9 +54,8 @@ class ShardJob:
     number: the shard's number, from 0.
     shards: the number of all shards.
     files: input files, each as (path, bytes, modification time in ns).
-    out: the folder of the prepared data.
-    vocabulary: a SentencePiece model's file.
-    vocabulary_sha256: the digest of this file.
+    out: the folder of the prepared data, which contains the vocabulary.
+    vocabulary_sha256: the digest of the vocabulary.
     text: the column that contains the text, or a template.
     read_options: how the files' bytes become records.
     validation_percent: percentage of the documents, chosen by their hash, in the validation split.
@@ -68,7 +67,6 @@ class ShardJob:
   shards: int
   files: tuple[tuple[str, int, int], ...]
   out: str
-  vocabulary: str
   vocabulary_sha256: str
   text: str
   read_options: ReadOptions
@@ -106,8 +104,8 @@ class ShardJob:
 def run_job(job: ShardJob) -> dict[str, Any]:
   """Writes the shard, and returns its files, counts and bad examples."""
   job.summary_file.unlink(missing_ok=True)
-  bad, losses, text_bytes = BadExamples(job.on_bad_example), Counter[str](), 0
-  tokenizer = load_sentencepiece(job.vocabulary)
+  bad, losses = BadExamples(job.on_bad_example), Counter[str]()
+  tokenizer = load_sentencepiece(os.path.join(job.out, VOCABULARY))
   end = [tokenizer.eos_id()] if job.append_end else []
   stored = token_type(tokenizer.get_piece_size())
   writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
@@ -122,13 +120,11 @@ def run_job(job: ShardJob) -> dict[str, Any]:
       losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
     split = "validation" if is_in_validation(fields, job.validation_percent) else "train"
     writers[split].add(np.concatenate([*tokens, np.array(end, stored)]))
-    text_bytes += len(text.encode())
   splits = {split: writer.finish() for split, writer in writers.items()}
   summary = {
     "fingerprint": job.fingerprint(),
     "sources": [list(file) for file in job.files],
     "splits": {split: entry for split, entry in splits.items() if entry},
-    "text_bytes": text_bytes,
     "losses": losses,
     "bad_examples": dict(bad.counts),
     "first_bad_example": str(bad.first) if bad.first else None,
@@ -171,9 +167,7 @@ class _SplitWriter:
     return array_record_module.ArrayRecordWriter(str(self._scratch), options)
 
   def add(self, tokens: np.ndarray) -> None:
-    if not len(tokens):
-      return
-    self.documents += 1
+    self.documents += bool(len(tokens))
     for start in range(0, len(tokens), TOKENS_PER_RECORD):
       record = tokens[start : start + TOKENS_PER_RECORD]
       self._writer.write(record.tobytes())
@@ -194,7 +188,6 @@ class _SplitWriter:
       "file": self._path.name,
       "bytes": self._path.stat().st_size,
       "documents": self.documents,
-      "records": len(self._ends) - 1,
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),
     }

@@ -7,34 +7,23 @@ random numbers: a row depends only on its own tokens and key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 
 from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, check_one_of, one_of
+from rosetta_t5.data import objectives
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.objectives import (
-  UL2_DENOISERS,
-  Denoiser,
-  noise_and_spans,
-  prefix_lengths,
-  segment_length,
-  warn_of_missing_sentinels,
-)
+from rosetta_t5.data.objectives import Denoiser
+from rosetta_t5.data.prepared import prepared_batches
 from rosetta_t5.data.prepared.prepared_batches import (
-  EPOCHS,
-  GOLDEN,
   BatchObjective,
   BatchSequence,
   HostBatch,
-  PreparedIterator,
-  ProportionalMixture,
-  RateMixture,
-  Segments,
   random_keys,
-  splitmix64,
 )
 from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
@@ -113,40 +102,39 @@ class PreparedTask:
         f"got {dict(lengths)}"
       )
     if self.objective == "causal_lm":
-      return [CausalLM(lengths["targets"])]
+      return [_objective("Plain", _causal_lm, lengths["targets"])]
     denoisers = {
       "span_corruption": [Denoiser("", self.noise_density, self.mean_span_length)],
       "prefix_lm": [Denoiser("", None, None)],
-      "ul2": UL2_DENOISERS.values(),
+      "ul2": objectives.UL2_DENOISERS.values(),
     }
     return [self._fit(denoiser, lengths, tokenizer) for denoiser in denoisers[self.objective]]
 
   def _fit(self, denoiser: Denoiser, lengths: Mapping[str, int], tokenizer: Any) -> BatchObjective:
     """Returns an objective whose segments fill both features, including one end token in each."""
-    mode, density, mean = (
-      tuple(tokenizer.encode(denoiser.mode)),
-      denoiser.density,
-      denoiser.mean_length,
-    )
+    mode = tuple(tokenizer.encode(denoiser.mode))
+    density, mean = denoiser.density, denoiser.mean_length
     if mean is None:
       without_end = {name: size - 1 for name, size in lengths.items()}
-      length, most, density = prefix_lengths(without_end, len(mode), density)
-      return PrefixLM(length, density, min(most, length - 1), mode)
+      length, most, density = objectives.prefix_lengths(without_end, len(mode), density)
+      most = min(most, length - 1)
+      return _objective("Ending", _prefix_lm, length, density=density, most=most, mode=mode)
     assert density is not None
-    longest = segment_length(lengths["inputs"] - len(mode), lengths["targets"], density, mean)
+    room = lengths["inputs"] - len(mode)
+    longest = objectives.segment_length(room, lengths["targets"], density, mean)
     # T5's formula counts no sentinel if less than half a span is dropped. Then a shorter segment fits.
     for length in range(longest, 1, -1):
-      noise, spans = noise_and_spans(length, density, mean)
-      inputs, targets = len(mode) + length - noise + spans + 1, noise + spans + 1
-      if inputs <= lengths["inputs"] and targets <= lengths["targets"]:
+      noise, spans = objectives.noise_and_spans(length, density, mean)
+      if length - noise + spans + 1 <= room and noise + spans + 1 <= lengths["targets"]:
         break
     else:
       raise ValueError(
         f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
       )
-    warn_of_missing_sentinels(length, spans, self.extra_ids)
+    objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)
     vocab_size = tokenizer.get_piece_size() + self.extra_ids
-    return SpanCorruption(length, density, mean, vocab_size, mode)
+    settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size, "mode": mode}
+    return _objective("Spans", _span_corruption, length, **settings)
 
   def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
     """Returns this shard's rows of every training batch.
@@ -158,16 +146,18 @@ class PreparedTask:
     lengths = dict(cfg.task_feature_lengths or {})
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
     tokenizer = load_sentencepiece(os.path.join(self.folders[0], VOCABULARY))
-    objectives = self.objectives(lengths, tokenizer)
-    sources = [(stream, objective) for stream in streams for objective in objectives]
+    found = self.objectives(lengths, tokenizer)
+    pairs = enumerate((stream, objective) for stream in streams for objective in found)
     rates = self.rates or [float(stream.size) for stream in streams]
     return BatchSequence(
-      segments=[
-        Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
-        for number, (stream, objective) in enumerate(sources)
+      sources=[
+        (
+          prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle),
+          objective,
+        )
+        for number, (stream, objective) in pairs
       ],
-      objectives=[objective for _, objective in sources],
-      mixture=RateMixture([rate for rate in rates for _ in objectives], seed),
+      mixture=prepared_batches.RateMixture([rate for rate in rates for _ in found], seed),
       lengths=lengths,
       batch_size=cfg.batch_size,
       rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
@@ -175,10 +165,12 @@ class PreparedTask:
       pack=cfg.pack,
     )
 
-  def batches(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> PreparedIterator:
+  def batches(
+    self, cfg: DatasetConfig, shard: int, shards: int, seed: int
+  ) -> prepared_batches.PreparedIterator:
     """Returns an endless iterator of training batches; see `batch_sequence`."""
     batches = self.batch_sequence(cfg, shard, shards, seed)
-    return PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
+    return prepared_batches.PreparedIterator(batches, cfg.num_prefetch_threads, cfg.num_workers)
 
   def eval_batches(self, cfg: DatasetConfig, shard: int, shards: int, steps: int) -> BatchSequence:
     """Returns at most `steps` batches, in which each example occurs once.
@@ -187,14 +179,14 @@ class PreparedTask:
     """
     cfg = dataclasses.replace(cfg, shuffle=False)
     batches = self.batch_sequence(cfg, shard, shards, cfg.seed or 0)
-    counts = [segments.count for segments in batches.segments]
-    mixture = ProportionalMixture(counts, steps * cfg.batch_size)
+    counts = [segments.count for segments, _ in batches.sources]
+    mixture = prepared_batches.ProportionalMixture(counts, steps * cfg.batch_size)
     return dataclasses.replace(batches, mixture=mixture)
 
   def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:
     """Returns a line about each folder: how many epochs the steps are."""
     measures = self.batch_sequence(cfg, 0, 1, 0).measures(steps) if steps else {}
-    epochs = {name.removeprefix(EPOCHS): n for name, n in measures.items()}
+    epochs = {name.removeprefix(prepared_batches.EPOCHS): n for name, n in measures.items()}
     return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 
@@ -213,69 +205,43 @@ def prepared_task(
   return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
 
 
-@dataclasses.dataclass(frozen=True)
-class CausalLM(BatchObjective):
-  """Causal language modelling for decoder-only models: the whole segment becomes the targets."""
-
-  stored_name = "Plain"
-
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
-    """Returns the tokens as targets."""
-    del keys_B
-    return {"targets": tokens_BL}
+def _objective(
+  stored_name: str, make: Callable[..., HostBatch], length: int, **settings: Any
+) -> BatchObjective:
+  """Returns an objective; its name and the order of its settings are those in positions of existing runs."""
+  described = ", ".join(f"{n}={value!r}" for n, value in {"length": length, **settings}.items())
+  return BatchObjective(length, f"{stored_name}({described})", functools.partial(make, **settings))
 
 
-@dataclasses.dataclass(frozen=True)
-class SpanCorruption(BatchObjective):
-  """T5's span corruption.
+def _causal_lm(tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
+  """Returns the whole segment as targets, for decoder-only models."""
+  del keys_B
+  return {"targets": tokens_BL}
 
-  Attributes:
-    density: fraction of the tokens that is dropped.
-    mean_length: mean number of tokens in a dropped span.
-    vocab_size: size of the vocabulary, whose last ids are the sentinels.
-    mode: the tokens that announce a UL2 denoiser; they are prepended to the inputs.
+
+def _span_corruption(
+  tokens_BL: np.ndarray, keys_B: np.ndarray, mode: Sequence[int], **settings: Any
+) -> HostBatch:
+  """Returns the corrupted text as inputs, after the tokens `mode`, and the dropped spans as targets."""
+  return _with_mode(mode, *corrupt_spans(tokens_BL, keys_B, **settings))
+
+
+def _prefix_lm(
+  tokens_BL: np.ndarray, keys_B: np.ndarray, density: float, most: int, mode: Sequence[int]
+) -> HostBatch:
+  """Returns the beginning as inputs, after the tokens `mode`, and the end as targets.
+
+  The fraction that becomes the targets is drawn uniformly between 0 and 2 * `density`; `most` is the
+  largest number of tokens.
   """
-
-  stored_name = "Spans"
-  density: float
-  mean_length: float
-  vocab_size: int
-  mode: tuple[int, ...] = ()
-
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
-    """Returns the corrupted text as inputs and the dropped spans as targets."""
-    inputs, targets = corrupt_spans(
-      tokens_BL, keys_B, self.vocab_size, self.density, self.mean_length
-    )
-    return _with_mode(self.mode, inputs, targets)
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixLM(BatchObjective):
-  """Prediction of a text's end from its beginning: prefix LM, and UL2's sequential denoiser.
-
-  Attributes:
-    density: mean fraction of the segment that becomes the targets; each row's fraction is drawn
-      uniformly between 0 and twice this value.
-    most: the largest number of tokens that become the targets.
-    mode: the tokens that announce a UL2 denoiser; they are prepended to the inputs.
-  """
-
-  stored_name = "Ending"
-  density: float
-  most: int
-  mode: tuple[int, ...] = ()
-
-  def features(self, tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
-    """Returns the beginning as inputs and the end as targets."""
-    fraction_B = random_keys(keys_B, 2) / 2.0**64 * 2 * self.density
-    ends_B = np.clip(np.rint(fraction_B * self.length), 1, min(self.length - 1, self.most))
-    starts_B1 = (self.length - ends_B.astype(int))[:, None]
-    inputs = np.where(np.arange(self.length)[None] < starts_B1, tokens_BL, 0)
-    positions_BM = starts_B1 + np.arange(self.most)[None]
-    targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, self.length - 1), axis=1)
-    targets = np.where(positions_BM < self.length, targets, 0)
-    return _with_mode(self.mode, inputs, targets)
+  length = tokens_BL.shape[1]
+  fraction_B = random_keys(keys_B, 2) / 2.0**64 * 2 * density
+  ends_B = np.clip(np.rint(fraction_B * length), 1, min(length - 1, most))
+  starts_B1 = (length - ends_B.astype(int))[:, None]
+  inputs = np.where(np.arange(length)[None] < starts_B1, tokens_BL, 0)
+  positions_BM = starts_B1 + np.arange(most)[None]
+  targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, length - 1), axis=1)
+  return _with_mode(mode, inputs, np.where(positions_BM < length, targets, 0))
 
 
 def _with_mode(mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray) -> HostBatch:
@@ -296,8 +262,8 @@ def corrupt_spans(
   tokens_BL: np.ndarray,
   keys_B: np.ndarray,
   vocab_size: int,
-  noise_density: float = 0.15,
-  mean_span_length: float = 3.0,
+  density: float = 0.15,
+  mean_length: float = 3.0,
 ) -> tuple[np.ndarray, np.ndarray]:
   """Drops random spans and returns the inputs and the targets, without end tokens.
 
@@ -305,11 +271,11 @@ def corrupt_spans(
     tokens_BL: int32 tokens; the rows must have no padding.
     keys_B: one uint64 key for each row.
     vocab_size: size of the vocabulary, whose last ids are the sentinels, from `vocab_size - 1` down.
-    noise_density: fraction of the tokens that is dropped.
-    mean_span_length: mean number of tokens in a dropped span.
+    density: fraction of the tokens that is dropped.
+    mean_length: mean number of tokens in a dropped span.
   """
   batch, length = tokens_BL.shape
-  noise, spans = noise_and_spans(length, noise_density, mean_span_length)
+  noise, spans = objectives.noise_and_spans(length, density, mean_length)
   kept_BS = _random_parts(length - noise, spans, random_keys(keys_B, 0))
   dropped_BS = _random_parts(noise, spans, random_keys(keys_B, 1))
   lengths_BT = np.stack([kept_BS, dropped_BS], axis=-1).reshape(batch, -1)
@@ -335,6 +301,6 @@ def _random_parts(total: int, parts: int, keys_B: np.ndarray) -> np.ndarray:
   if parts == 1:
     return np.full((len(keys_B), 1), total)
   positions = np.arange(total - 1, dtype=np.uint64)
-  draws = splitmix64(keys_B[:, None] + positions * GOLDEN)
+  draws = prepared_batches.splitmix64(keys_B[:, None] + positions * prepared_batches.GOLDEN)
   cuts = np.sort(np.argpartition(draws, parts - 2, axis=1)[:, : parts - 1], axis=1) + 1
   return np.diff(cuts, axis=1, prepend=0, append=total)

@@ -132,7 +132,7 @@ def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
   locations = [alone.batches.mixture.locate(number)[0] for number in range(1000)]
   of_folders = np.bincount(locations).reshape(2, 7)
   assert np.ptp(of_folders, axis=1).max() <= 1
-  small, large = (stream.stream.size for stream in alone.batches.segments[::7])
+  small, large = (stream.stream.size for stream, _ in alone.batches.sources[::7])
   assert of_folders.sum(axis=1) == pytest.approx(
     [1000 * s / (small + large) for s in (small, large)], abs=7
   )
@@ -140,7 +140,7 @@ def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
 
 def test_each_epoch_has_every_segment_once_in_another_order(folders: list[str]) -> None:
   batches = prepared_task(folders[0]).batch_sequence(config("", batch_size=1), 0, 1, 5)
-  (segments,) = batches.segments
+  ((segments, _),) = batches.sources
   first, second = (
     [segments.start(epoch * segments.count + n) for n in range(segments.count)] for epoch in (0, 1)
   )
@@ -271,7 +271,7 @@ def test_evaluation_has_equally_many_batches_on_all_hosts_and_each_example_once(
   batches = [list(host) for host in hosts]
   assert len(batches[0]) == len(batches[1]) > 1
   rows = [tuple(r) for host in batches for b in host for r in b["decoder_target_tokens"] if any(r)]
-  assert len(rows) == sum(segments.count for segments in hosts[0].segments)
+  assert len(rows) == sum(segments.count for segments, _ in hosts[0].sources)
   assert len(rows) % 4, "the last batch must have empty rows"
   # The next evaluation has the same number of batches.
   assert [len(list(host)) for host in hosts] == [len(batches[0])] * 2
@@ -287,7 +287,7 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folde
   task = prepared_task(folders, objective=objective, rates=[1, 1])
   cfg = config(task, split="validation", batch_size=4)
   evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
-  counts = [segments.count for segments in evaluation.segments]
+  counts = [segments.count for segments, _ in evaluation.sources]
   assert counts[1] > 2 * counts[0]
   locations = [evaluation.mixture.locate(number) for number in range(len(evaluation.mixture))]
   assert sorted(locations) == [(s, rank) for s in range(2) for rank in range(counts[s])]
@@ -334,7 +334,7 @@ def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
   layout = partitioner.get_data_layout(cfg.batch_size)
   data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
   feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
-  small, large = (segments.count for segments in feed.iterator.batches.segments)
+  small, large = (segments.count for segments, _ in feed.iterator.batches.sources)
   assert feed.measures() == {"data/epochs/a": 0.0, "data/epochs/b": 0.0}
   for _ in range(20):
     next(feed)
