@@ -44,7 +44,7 @@ def quick_compilation():
 def run_script(monkeypatch):
   """Returns a function that runs a script of benchmarks/ as `python FILE` does, in this process."""
   # The allocator's settings would stay for all later tests of this process.
-  monkeypatch.setattr("rosetta_t5.parallel.keep_freed_memory", lambda: False)
+  monkeypatch.setattr("rosetta_t5.parallel.process_settings.keep_freed_memory", lambda: False)
   # What the scripts start as processes of their own runs here too.
   monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", lambda *_: InlineExecutor())
 

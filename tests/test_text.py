@@ -57,7 +57,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def empty_gin(monkeypatch):
-  monkeypatch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+  monkeypatch.setattr("rosetta_t5.parallel.process_settings.enable_compilation_cache", lambda: None)
   yield
   gin.clear_config()
 

@@ -25,7 +25,7 @@ QUICK = {"5.24.0/t5": ("controls",), "4.57.6/gpt2": ("greedy",)}
 
 @pytest.fixture(autouse=True)
 def empty_gin(monkeypatch):
-  monkeypatch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+  monkeypatch.setattr("rosetta_t5.parallel.process_settings.enable_compilation_cache", lambda: None)
   yield
   gin.clear_config()
 

@@ -93,7 +93,7 @@ network.DecoderWrapper.config = @network.TransformerConfig()
 def surroundings(monkeypatch):
   for package in ("torch", "transformers", "tokenizers"):
     pytest.importorskip(package)
-  monkeypatch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+  monkeypatch.setattr("rosetta_t5.parallel.process_settings.enable_compilation_cache", lambda: None)
   yield
   gin.clear_config()
 

@@ -63,7 +63,7 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
     patch.setenv("ROSETTA_T5_ASSETS", f"{T5_VOCABULARY}={folder / 'spiece.model'}")
     patch.setenv(quickstart_data.FOLDER_VARIABLE, str(folder / "quickstart/data"))
     patch.setattr(quickstart_data, "VOCAB_SIZE", 300)
-    patch.setattr("rosetta_t5.parallel.enable_compilation_cache", lambda: None)
+    patch.setattr("rosetta_t5.parallel.process_settings.enable_compilation_cache", lambda: None)
     # Processes that tokenize would take seconds to start.
     prepare = importlib.import_module("rosetta_t5.data.prepared.prepare")
     patch.setattr(prepare, "ProcessPoolExecutor", lambda *_, **options: InlineExecutor())

@@ -73,17 +73,15 @@ def vocabulary_digests(model: Any) -> dict[str, str]:
 
   Vocabularies without files, such as those of bytes, have none. Extra ids are left out.
   """
-  sides = {side: getattr(model, f"{side}_vocabulary", None) for side in ("input", "output")}
-  digests = {side: content_digest(vocabulary) for side, vocabulary in sides.items()}
-  return {side: digest for side, digest in digests.items() if digest is not None}
-
-
-def content_digest(vocabulary: Any) -> str | None:
-  """Returns a digest of a vocabulary's tokens; None if it does not read them from a file."""
-  tokenizer: Any = getattr(vocabulary, "tokenizer", None)
-  if hasattr(tokenizer, "id_to_piece"):
-    return digest_of(repr([piece for piece in _pieces(tokenizer) if piece[0]]).encode())
-  return digest_of(tokenizer.to_str().encode()) if hasattr(tokenizer, "to_str") else None
+  digests = {}
+  for side in ("input", "output"):
+    tokenizer: Any = getattr(getattr(model, f"{side}_vocabulary", None), "tokenizer", None)
+    if hasattr(tokenizer, "id_to_piece"):
+      tokens = [piece for piece in _pieces(tokenizer) if piece[0]]
+      digests[side] = digest_of(repr(tokens).encode())
+    elif hasattr(tokenizer, "to_str"):
+      digests[side] = digest_of(tokenizer.to_str().encode())
+  return digests
 
 
 def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
