@@ -44,25 +44,23 @@ def bind(
     gin.clear_config()
   problems, names = Problems(), _Names(function)
   for statement in program.statements:
-    name = (
-      statement.gin_statement.module
-      if isinstance(statement, statements.Import)
-      else statement.selector
-    )
-    may_skip = skip_unknown if isinstance(skip_unknown, bool) else name in skip_unknown
     with problems.collect(statement.source):
       try:
-        if isinstance(statement, statements.Import):
-          names.add_import(statement.gin_statement, statement.source.file)
-          continue
-        is_macro = statement.macro is not None
-        configurable = None if is_macro else names.find(statement.selector, statement.source.file)
+        configurable = names.resolve(statement)
       except ConfigError:
-        if may_skip:
-          continue
-        raise
-      _bind_value(statement, configurable, names)
+        if not _may_skip(statement, skip_unknown):
+          raise
+        continue
+      if isinstance(statement, statements.Binding):
+        _bind_value(statement, configurable, names)
   return problems
+
+
+def _may_skip(statement: Any, skip_unknown: bool | Sequence[str]) -> bool:
+  if isinstance(skip_unknown, bool):
+    return skip_unknown
+  is_import = isinstance(statement, statements.Import)
+  return (statement.gin_statement.module if is_import else statement.selector) in skip_unknown
 
 
 def _bind_value(
@@ -107,10 +105,8 @@ class _Names:
     self._imports = collections.defaultdict(dict)
     name = function.__name__ if function else "train"
     script = f"{'eval' if name == 'evaluate' else name}_script"
-    for alias in (
-      *t5x_surface.T5X_RUN_ALIASES,
-      script,
-    ):  # One of T5X's files does not import `train_script`.
+    # One of T5X's files does not import `train_script`.
+    for alias in (*t5x_surface.T5X_RUN_ALIASES, script):
       self.add_import(ImportStatement("__main__", False, alias, None), "")
     if function is None:
       return
@@ -124,6 +120,14 @@ class _Names:
     gin_internals.unregister(function)
     with gin.config.interactive_mode():
       self.find(f"{script}.{name}", "")
+
+  def resolve(self, statement: statements.Import | statements.Binding) -> Configurable | None:
+    """Imports a module, or returns what has the argument that a binding sets; None for a macro."""
+    if isinstance(statement, statements.Import):
+      self.add_import(statement.gin_statement, statement.source.file)
+      return None
+    is_macro = statement.macro is not None
+    return None if is_macro else self.find(statement.selector, statement.source.file)
 
   def add_import(self, statement: ImportStatement, file: str) -> None:
     """Imports a module, if it is allowed, and makes its name usable in a file and those after it.
@@ -172,14 +176,18 @@ class _Names:
       choices = " or ".join(sorted(found))
       raise ConfigError(f"{selector!r} may mean {choices}: write one of them in full.")
     if not found:
-      known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
-      short = [gin_internals.shortest_name(c.selector) for c in known]
-      hint = did_you_mean(first, self._imports) or did_you_mean(
-        selector, short if first == selector else []
-      )
-      hint = hint or f" Import it: from … import {first}"
-      raise errors[0] if errors else ConfigError(f"nothing is called {selector!r}.{hint}")
+      raise errors[0] if errors else ConfigError(self._unknown_text(selector))
     return next(iter(found.values()))
+
+  def _unknown_text(self, selector: str) -> str:
+    first = selector.partition(".")[0]
+    hint = did_you_mean(first, self._imports)
+    if first == selector:
+      known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
+      hint = hint or did_you_mean(
+        selector, [gin_internals.shortest_name(c.selector) for c in known]
+      )
+    return f"nothing is called {selector!r}.{hint or f' Import it: from … import {first}'}"
 
 
 def _find_in_module(selector: str, context: ParseContext, module: ModuleType) -> Configurable:
