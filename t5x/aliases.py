@@ -35,15 +35,6 @@ _TYPES = """
   WarmupExample WarmupExamples WriteFn
 """
 
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-  return tuple(value) if isinstance(value, Iterable) else (value,)
-
-
-def _normalize_axes(axes: Iterable[int], ndim: int) -> tuple[int, ...]:
-  return tuple(axis % ndim for axis in axes)
-
-
 IMPORTED_NAMES: dict[str, Any] = {
   **dict.fromkeys(_TYPES.split(), Any),
   "FLAGS": flags.FLAGS,
@@ -64,12 +55,12 @@ IMPORTED_NAMES: dict[str, Any] = {
   "variance_scaling": initializers.variance_scaling,
   "with_sharding_constraint": partitioning.with_sharding_constraint,
   # Functions of T5X's layers and of its decoding, of which users' layers and decode functions are made.
-  "_canonicalize_tuple": _as_tuple,
+  "_canonicalize_tuple": lambda x: tuple(x) if isinstance(x, Iterable) else (x,),
   "_convert_to_activation_function": activation_function,
   "_dynamic_update_vector_slice_in_dim": jax.vmap(
     lax.dynamic_update_slice_in_dim, in_axes=(0, 0, 0, None)
   ),
   "_is_tracer": lambda value: isinstance(value, jax.core.Tracer),
-  "_normalize_axes": _normalize_axes,
+  "_normalize_axes": lambda axes, ndim: tuple(axis % ndim for axis in axes),
   "dynamic_vector_slice_in_dim": jax.vmap(lax.dynamic_slice_in_dim, in_axes=(None, 0, None, None)),
 }

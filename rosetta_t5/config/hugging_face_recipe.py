@@ -119,25 +119,17 @@ class _Folder:
     A SentencePiece model is preferred, because it works in tasks and exports too. It is not used if tokens
     were added to it, or if texts end with another token.
     """
-    path, end = self.path, self.config.get("eos_token_id")
+    path = self.path
     if self.tokenizer_config.get("tokenizer_class") == "ByT5Tokenizer":
       return "seqio.ByteVocabulary", {"extra_ids": self.tokenizer_config.get("extra_ids", 125)}
     model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
     tokenizer = path / "tokenizer.json"
     if model is not None and not self.is_shifted:
-      pieces, added = load_sentencepiece(model), self._added_tokens()
-      new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
-      sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
-      # No text has <s> or <pad>, which `reserve_padding` may have replaced.
-      others = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
-      if end not in (None, pieces.eos_id(), [pieces.eos_id()]):
-        others.add(f"the end token {end}")
-      if others and not tokenizer.exists():
-        names = ", ".join(sorted(others))
-        self.notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
-      if not (others and tokenizer.exists()):
-        extra_ids = 100 if self.config["model_type"] == "t5" and not added else len(sentinels)
-        extra_ids = extra_ids if sentinels else self.tokenizer_config.get("extra_ids", extra_ids)
+      extra_ids, missing = self._extra_tokens(model)
+      if not (missing and tokenizer.exists()):
+        if missing:
+          names = ", ".join(sorted(missing))
+          self.notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
         arguments = {"sentencepiece_model_file": str(model), "extra_ids": extra_ids}
         return "seqio.SentencePieceVocabulary", arguments
     if tokenizer.exists():
@@ -150,6 +142,21 @@ class _Folder:
       f"{path} has no tokenizer: it must contain {', '.join(_SENTENCEPIECE)}, tokenizer.json, or "
       "vocab.json with merges.txt"
     )
+
+  def _extra_tokens(self, model: pathlib.Path) -> tuple[int, set[str]]:
+    """Returns the number of sentinels that follow a SentencePiece model, and other tokens that it lacks."""
+    pieces, added = load_sentencepiece(model), self._added_tokens()
+    new = [token for token in added if pieces.unk_id() == pieces.piece_to_id(token)]
+    sentinels = [token for token in new if _SENTINEL.fullmatch(token)]
+    # No text has <s> or <pad>, which `reserve_padding` may have replaced.
+    missing = {*new} - {*sentinels, pieces.id_to_piece(pieces.unk_id()), "<s>", "<pad>"}
+    end = self.config.get("eos_token_id")
+    if end not in (None, pieces.eos_id(), [pieces.eos_id()]):
+      missing.add(f"the end token {end}")
+    if sentinels:
+      return len(sentinels), missing
+    default = 100 if self.config["model_type"] == "t5" and not added else 0
+    return self.tokenizer_config.get("extra_ids", default), missing
 
   def _added_tokens(self) -> list[str]:
     """Returns the tokens that a folder adds to its SentencePiece model, and special ones of the model."""

@@ -53,7 +53,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
     Fault(
       "model.json is truncated",
       "truncate_to_half run/model.json; $EVAL",
-      r"model.json is not a model file",
+      r"model.json cannot be read as a model file",
       2,
     ),
     Fault(

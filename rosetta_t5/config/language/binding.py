@@ -135,21 +135,10 @@ class _Names:
     Raises:
       ConfigError: the import fails.
     """
-    name, module = statement.bound_name(), statement.module
-    check_import(module)
-    if module != _DYNAMIC.module:
-      self._imports[name][file] = None  # until the import has succeeded
-      context = ParseContext()
-      context.process_import(_DYNAMIC)
-      try:
-        context.process_import(statement)
-      except ModuleNotFoundError as error:
-        raise ConfigError(_missing_module_text(module, error)) from error
-      except Exception as error:
-        kind, line = type(error).__name__, _last_line(error)
-        raise ConfigError(f"importing {module} failed: {kind}: {error}\n  {line}") from error
-      is_whole_name = statement.is_from or statement.alias  # `import a.b` binds only `a`
-      self._imports[name][file] = context, sys.modules[module if is_whole_name else name]
+    if statement.module != _DYNAMIC.module:
+      by_file = self._imports[statement.bound_name()]
+      by_file[file] = None  # until the import has succeeded
+      by_file[file] = _import_module(statement)
     if file:
       gin_internals.record_imports([statement])
 
@@ -188,6 +177,23 @@ class _Names:
         selector, [gin_internals.shortest_name(c.selector) for c in known]
       )
     return f"nothing is called {selector!r}.{hint or f' Import it: from … import {first}'}"
+
+
+def _import_module(statement: ImportStatement) -> tuple[ParseContext, ModuleType]:
+  """Returns a context of gin in which only this import has been made, and the module that it binds."""
+  module = statement.module
+  check_import(module)
+  context = ParseContext()
+  context.process_import(_DYNAMIC)
+  try:
+    context.process_import(statement)
+  except ModuleNotFoundError as error:
+    raise ConfigError(_missing_module_text(module, error)) from error
+  except Exception as error:
+    kind, line = type(error).__name__, _last_line(error)
+    raise ConfigError(f"importing {module} failed: {kind}: {error}\n  {line}") from error
+  is_whole_name = statement.is_from or statement.alias  # `import a.b` binds only `a`
+  return context, sys.modules[module if is_whole_name else statement.bound_name()]
 
 
 def _find_in_module(selector: str, context: ParseContext, module: ModuleType) -> Configurable:

@@ -233,11 +233,10 @@ def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding]
       if not bare or value[0] in "@%[({" or {*"'\""} & {*bare}:
         raise
       constant = bare.capitalize()
+      hint = f"a string needs quotes that the shell keeps: --gin.{name}=\"'{bare}'\""
       if constant in ("True", "False", "None"):
-        raise ConfigError(f"{error}\n  write --gin.{name}={constant}") from error
-      raise ConfigError(
-        f"{error}\n  a string needs quotes that the shell keeps: --gin.{name}=\"'{bare}'\""
-      ) from error
+        hint = f"write --gin.{name}={constant}"
+      raise ConfigError(f"{error}\n  {hint}") from error
   return []
 
 
