@@ -319,7 +319,7 @@ class BaseTransformerModel(BaseModel):
     if isinstance(self.module, nn.Module) and accepts(
       self._compute_logits_from_slice, "precomputed_variables"
     ):
-      first, length = jnp.zeros((len(prompts_BT), 1), jnp.int32), prompts_BT.shape[1]
+      first, length = jnp.zeros((prompts_BT.shape[0], 1), jnp.int32), prompts_BT.shape[1]
       variables, mutable = {"params": params, "cache": cache}, ["cache", PRECOMPUTED]
       _, variables = self._decode_step(variables, context.values(), first, length, mutable)
       precomputed = {name: x for name, x in variables.items() if name != "cache"}
