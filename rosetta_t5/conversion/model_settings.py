@@ -7,14 +7,13 @@ import contextlib
 import dataclasses
 import pathlib
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
 from rosetta_t5.checkpoints.run_start import read_source_config
 from rosetta_t5.config import model_file
 from rosetta_t5.networks.decoder_config import TransformerConfig
@@ -39,7 +38,7 @@ class ModelSettings:
 
   network: Any
   ids_are_shifted: bool
-  source_config: Mapping[str, Any]
+  source_config: Config
 
   @property
   def is_gpt(self) -> bool:
@@ -48,7 +47,7 @@ class ModelSettings:
 
 
 def read_model_settings(
-  path: epath.PathLike, arrays: Mapping[str, StoredArray], config: epath.PathLike | None = None
+  path: epath.PathLike, arrays: Arrays, config: epath.PathLike | None = None
 ) -> ModelSettings:
   """Returns the settings of a checkpoint's model.
 

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree, to_scal
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks import t5 as t5_network
@@ -38,7 +38,6 @@ _ROUNDING_FACTOR = 10.0
 # A model is computed if its parameters, in float32, take at most this share of the free memory.
 _MEMORY_SHARE = 0.3
 _INPUTS, _TARGETS = 60, 30  # tokens
-Arrays = Mapping[str, StoredArray]
 # The encoder's inputs [1, S], and the decoder's inputs [1, T].
 Tokens = tuple[np.ndarray, np.ndarray]
 

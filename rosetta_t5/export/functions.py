@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export as jax_export
 
 from rosetta_t5.argument_types import Positive
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.files import verify_manifest, write_manifest
 from rosetta_t5.inference.infer_fn import inference_step
 from rosetta_t5.parallel import BasePartitioner
@@ -197,7 +197,6 @@ def create_preprocessor(
     bucket_keys: for each feature, shorter lengths to which a batch can be padded: the shortest that fits
       is used, or else the feature's length in `task_feature_lengths`.
   """
-  tf, seqio = import_tensorflow(), import_seqio()
 
   def encode(text: Any, name: str) -> Any:
     feature, length = output_features[name], task_feature_lengths[name]
@@ -267,7 +266,6 @@ def create_preprocessor_from_task(
     ValueError: the batch size is None, or tokenized_inputs is set.
   """
   del output_features
-  tf, seqio = import_tensorflow(), import_seqio()
   if tokenized_inputs or batch_size is None:
     raise ValueError(
       "create_preprocessor_from_task applies a task's preprocessors to a fixed number of raw "
@@ -343,7 +341,6 @@ def create_batch_polymorphic_shapes(
     create_fake_input_fn: returns inputs for a signature; None for one example of zeros.
     overrides: shapes by feature, which take precedence.
   """
-  tf = import_tensorflow()
   is_size_unknown = not all(spec.shape.is_fully_defined() for spec in input_signature)
   if not is_size_unknown and not overrides:
     return None

@@ -16,7 +16,7 @@ from flax.core import unfreeze
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import NonNegative, Positive
-from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.export import functions
 from rosetta_t5.files import complete_folder
 from rosetta_t5.parallel import BasePartitioner, PjitPartitioner
@@ -98,7 +98,7 @@ def save(
     )
   features: Any = output_features
   if features is None:
-    features = import_seqio().get_mixture_or_task(mixture_or_task_name).output_features
+    features = seqio.get_mixture_or_task(mixture_or_task_name).output_features
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
   vocabulary = features[output_vocab_feature_name].vocabulary if output_vocab_feature_name else None
   preprocess, signature = create_preprocessor_fn(
@@ -145,9 +145,7 @@ def save(
       batch_size=batch_size,
     )
     concrete = module.__call__.get_concrete_function(*signature)
-    import_tensorflow().saved_model.save(
-      module, os.fspath(unfinished), signatures={signature_name: concrete}
-    )
+    tf.saved_model.save(module, os.fspath(unfinished), signatures={signature_name: concrete})
     if warmup_examples:
       (write_warmup_example_fn or write_warmup_examples)(
         warmup_examples,
@@ -158,7 +156,7 @@ def save(
         input_tensor_name=signature[0].name,
       )
     if validation_examples:
-      tokens = preprocess(import_tensorflow().constant(validation_examples))
+      tokens = preprocess(tf.constant(validation_examples))
       batch = {name: np.asarray(value) for name, value in tokens.items()}
       outputs = functions.load_stablehlo(unfinished / _STABLEHLO)(batch)
       for got, want in zip(outputs, jax.jit(function)(params, batch), strict=True):
@@ -190,7 +188,7 @@ def save_model(
   """
   if set(model.FEATURE_CONVERTER_CLS(pack=False).TASK_FEATURES) != {"inputs", "targets"}:
     raise ValueError("export needs an encoder-decoder; the features of a decoder have no inputs")
-  feature = import_seqio().Feature
+  feature = seqio.Feature
   # TensorFlow cannot run a tokenizer.json.
   maps_tokens = hasattr(getattr(model.output_vocabulary, "tokenizer", None), "to_str")
   decodes = {"num_decodes": num_decodes, "return_all_decodes": True} if num_decodes else None
@@ -257,7 +255,6 @@ def ExportableModule(
     ValueError: use_batch_function is set without a batch size.
   """
   del use_gpu
-  tf = import_tensorflow()
   sizes = list(allowed_batch_sizes or ([batch_size] if batch_size else []))
   if use_batch_function and not sizes:
     raise ValueError(
@@ -284,7 +281,7 @@ def ExportableModule(
       enable_large_batch_splitting=enable_large_batch_splitting,
     )(call)
 
-  class Exportable(tf.Module):  # type: ignore[name-defined]
+  class Exportable(tf.Module):
     __call__ = tf.function(lambda self, *inputs: call(*inputs), autograph=False)
 
   # TensorFlow saves everything that a module references, such as the tables and files of a task's preprocessors.
@@ -323,7 +320,6 @@ def write_warmup_examples(
   Raises:
     ValueError: the package that defines these requests is not installed.
   """
-  tf = import_tensorflow()
   try:
     from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
   except ImportError as error:
@@ -331,6 +327,12 @@ def write_warmup_examples(
       "warm-up requests need TensorFlow Serving's messages: pip install --no-deps "
       "tensorflow-serving-api, or remove export_lib.save.warmup_examples"
     ) from error
+
+  def wrap(request: Any) -> Any:
+    predict_log = prediction_log_pb2.PredictLog(request=request)
+    return prediction_log_pb2.PredictionLog(predict_log=predict_log)
+
+  log = request_to_prediction_log or wrap
   file = epath.Path(output_dir) / "assets.extra" / "tf_serving_warmup_requests"
   file.parent.mkdir(parents=True, exist_ok=True)
   batches = generate_examples_fn() if generate_examples_fn is not None else [text_batch]
@@ -344,11 +346,6 @@ def write_warmup_examples(
       for name, dtype, shape in decoder_params_spec or ():
         zeros = tf.zeros((len(rows), *shape), dtype)
         request.inputs[name].CopyFrom(tf.make_tensor_proto(zeros))
-      log = request_to_prediction_log or (
-        lambda request: prediction_log_pb2.PredictionLog(
-          predict_log=prediction_log_pb2.PredictLog(request=request)
-        )
-      )
       writer.write(log(request).SerializeToString())
 
 

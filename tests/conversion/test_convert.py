@@ -99,8 +99,8 @@ def test_a_conversion_that_changes_the_model_fails_and_leaves_nothing(
 ):
   correct = t5.make_weights
 
-  def wrong(arrays, network, config):
-    theirs = correct(arrays, network, config)
+  def wrong(arrays, config):
+    theirs = correct(arrays, config)
     k, v = (f"encoder.block.0.layer.0.SelfAttention.{letter}.weight" for letter in "kv")
     return theirs | {k: theirs[v], v: theirs[k]}
 

@@ -170,9 +170,8 @@ def load_tf_ckpt(path: epath.PathLike) -> dict[str, LazyArray]:
   Raises:
     ValueError: there is no TensorFlow checkpoint, or it is damaged.
   """
-  from rosetta_t5.data.tensorflow_import import import_tensorflow
+  from rosetta_t5.data.tensorflow_import import tf
 
-  tf = import_tensorflow()
   prefix = _find_prefix(tf, path)
   lock = threading.Lock()  # A reader must not be used by several threads at once.
 

@@ -206,7 +206,7 @@ def make_config_and_weights(
     "torch_dtype": dtype,
     "transformers_version": "5.0.0",
   }
-  return config, module.make_weights(arrays, network, config)
+  return config, module.make_weights(arrays, config)
 
 
 def write(

@@ -65,6 +65,8 @@ _MATRICES: dict[str, dict[str, tuple[str, ...]]] = {
     "attn.attention.out_proj": ("self_attention/out",),
   },
 }
+# Our biases that GPT-Neo lacks; they must be zero in such a model.
+_HEAD_BIAS = re.compile(r".*/self_attention/(query|key|value)/bias")
 _NORMS = {
   "ln_f": "target/decoder/decoder_norm",
   "h.{n}.ln_1": f"{_LAYER}/pre_self_attention_layer_norm",
@@ -87,13 +89,6 @@ def _weight_table(family: str) -> list[WeightMapping]:
     if not (is_neo and parts[0].endswith(_HEADS)):
       table.append(WeightMapping(f"h.{{n}}.{name}.bias", biases))
   return table
-
-
-def _unsupported_biases(family: str, layers: int) -> list[str]:
-  """Returns our names of the biases that the family lacks; they must be zero in such a model."""
-  heads = _HEADS if family == "gpt_neo" else ()
-  names = [f"{_LAYER}/self_attention/{head}/bias" for head in heads]
-  return [name.format(n=n) for n in range(layers) for name in names]
 
 
 def sizes(arrays: Arrays) -> dict[str, int]:
@@ -177,10 +172,11 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
     start = start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  layers = name_tables.count_layers(arrays, "target/decoder/layers_")
-  for name in _unsupported_biases(family, layers):
-    size = arrays[f"{name.removesuffix('bias')}kernel"].shape[1]
-    arrays[name] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
+  for name in [name for name in arrays if family == "gpt_neo" and name.endswith("/kernel")]:
+    bias = f"{name.removesuffix('kernel')}bias"
+    if _HEAD_BIAS.fullmatch(bias):
+      size = arrays[name].shape[1]
+      arrays[bias] = lazy_arrays.as_stored_array(np.zeros(size, np.float32))
   return arrays
 
 
@@ -254,7 +250,9 @@ def _check_network(arrays: Arrays, network: TransformerConfig, family: str) -> N
     reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
   elif network.divide_tied_logits or _scales_queries(network) != (family == "gpt2"):
     reason = "divide_tied_logits must be False, and scale_queries True only for gpt2"
-  elif any(np.any(arrays[x].get()) for x in _unsupported_biases(family, network.num_layers)):
+  elif family == "gpt_neo" and any(
+    np.any(array.get()) for name, array in arrays.items() if _HEAD_BIAS.fullmatch(name)
+  ):
     reason = "the biases of queries, keys and values must be zero, but they are not"
   if reason:
     raise ValueError(f"this model cannot be written as Transformers' {family}: {reason}")
@@ -290,20 +288,14 @@ def _vocabulary_entries(
   return ids if source_config else {**ids, "bos_token_id": start}
 
 
-def make_weights(
-  arrays: Arrays, network: TransformerConfig, their_config: Config
-) -> dict[str, StoredArray]:
-  """Returns {Transformers' name: array} for weights in the plain tree.
-
-  `their_config` is the content of config.json.
-  """
-  family = their_config["model_type"]
-  dropped = _unsupported_biases(family, network.num_layers)
-  kept = {name: array for name, array in arrays.items() if name not in dropped}
-  if not their_config.get(PADDING_IS_TOKEN_0):
+def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} for weights in the plain tree and their config.json."""
+  family, is_neo = config["model_type"], config["model_type"] == "gpt_neo"
+  kept = {n: x for n, x in arrays.items() if not (is_neo and _HEAD_BIAS.fullmatch(n))}
+  if not config.get(PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     parts = [lazy_arrays.slice_axis(table_VD, 0, 1, table_VD.shape[0])]
-    if their_config["vocab_size"] == table_VD.shape[0]:
+    if config["vocab_size"] == table_VD.shape[0]:
       # Row 0 is no longer a copy of another token's row, so it becomes the last one.
       parts.append(lazy_arrays.slice_axis(table_VD, 0, 0, 1))
     kept[EMBEDDING] = lazy_arrays.concatenate(parts, 0)

@@ -232,17 +232,15 @@ def _expert_layers(arrays: Arrays) -> dict[str, tuple[int, int]]:
     ValueError: Transformers cannot have experts in these layers.
   """
   result: dict[str, tuple[int, int]] = {}
-  if not _count_experts(arrays):
-    return result
-  for side, layers in _count_layers(arrays).items():
+  for side, layers in _count_layers(arrays).items() if _count_experts(arrays) else ():
     found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
-    step = layers // len(found) if found else layers
-    if layers and (not found or found != list(range(1 % step, layers, step))):
+    step = max(1, layers // max(1, len(found)))
+    if found != list(range(1 % step, layers, step)):
       raise ValueError(
         f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
         f"{layers} layers have them in {found}"
       )
-    if layers:
+    if found:
       result[side] = (found[0], step)
   return result
 
@@ -339,13 +337,13 @@ def _expert_entries(arrays: Arrays, network: T5Config) -> dict[str, Any]:
   }
 
 
-def make_weights(arrays: Arrays, network: T5Config, config: Config) -> dict[str, StoredArray]:
+def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in T5X's plain tree and their config.json.
 
   Raises:
     ValueError: Transformers' family lacks some of the parameters.
   """
-  family, has_decoder = config["model_type"], network.num_decoder_layers > 0
+  family = config["model_type"]
   # A bias that the layers share belongs to layer 0.
   own = {
     n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
@@ -355,7 +353,7 @@ def make_weights(arrays: Arrays, network: T5Config, config: Config) -> dict[str,
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
-  if family == "mt5" and _HEAD not in theirs and has_decoder:
+  if family == "mt5" and _HEAD not in theirs and config["is_encoder_decoder"]:
     # Transformers' mT5 never divides, so tied logits need a head of their own.
     theirs[_HEAD] = scale(theirs[_SHARED], 1 / sqrt_d_model)
   return theirs
