@@ -29,7 +29,7 @@ from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.report import format_metrics_table, log_model_info
+from rosetta_t5.telemetry.console import format_metrics_table, log_model_info
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training.losses import METRIC_PER_TOKEN
 

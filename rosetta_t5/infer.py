@@ -30,7 +30,7 @@ from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.telemetry.report import log_model_info
+from rosetta_t5.telemetry.console import log_model_info
 
 _MODEL_METHODS = {
   "predict": "predict_batch",

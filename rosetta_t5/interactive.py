@@ -20,7 +20,7 @@ from rosetta_t5.inference.text_inference import (
   TextInference,
 )
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.telemetry.report import log_model_info
+from rosetta_t5.telemetry.console import log_model_info
 from rosetta_t5.trained_model import read_run
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.optimizers.adafactor import Adafactor

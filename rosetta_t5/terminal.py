@@ -98,40 +98,32 @@ class Bar:
   """The progress of one operation.
 
   Attributes:
-    completed: how much is done.
     is_drawn: whether a terminal shows the bar.
   """
 
   def __init__(self, display: Any, label: str, total: float | None, unit: str, completed: float):
-    self._display, self._label, self._unit = display, label, unit
-    self._total, self.completed, self._text = total, completed, ""
-    self.is_drawn = not display.disable
-    self._task = display.add_task(label, total=total, text="", amount="")
+    self._display, self._unit, self.is_drawn = display, unit, not display.disable
+    display.add_task(label, total=total, text="", amount="")
+    self._task = display.tasks[-1]
     self.update(completed)
 
   def advance(self, count: float = 1) -> None:
     """Adds to what is completed."""
-    self.update(self.completed + count)
+    self.update(self._task.completed + count)
 
-  def update(
-    self, completed: float | None = None, total: float | None = None, text: str | None = None
-  ) -> None:
-    """Changes what is shown; None leaves it as it is."""
-    self.completed = self.completed if completed is None else completed
-    self._total = self._total if total is None else total
-    self._text = self._text if text is None else text
-    fields = {"amount": self._amount(), "text": self._text}
-    self._display.update(self._task, completed=self.completed, total=self._total, **fields)
+  def update(self, completed: float | None = None, **changes: Any) -> None:
+    """Changes what is shown: `completed`, `total` or `text`. None leaves it as it is."""
+    self._display.update(self._task.id, completed=completed, **changes)
+    # What is completed, such as "12/64 arrays" or "0.50/2.00 GB"; "" before anything is.
+    digits = ".2f" if self._unit == "GB" else ".0f"
+    total = "" if self._task.total is None else f"/{self._task.total:{digits}}"
+    amount = f"{self._task.completed:{digits}}{total} {self._unit}".rstrip()
+    self._display.update(self._task.id, amount=amount * bool(self._task.completed or total))
 
   def line(self) -> str:
     """Returns what is shown as a line of text."""
-    return "  ".join(filter(None, [self._label, self._amount(), self._text]))
-
-  def _amount(self) -> str:
-    """Returns what is completed, such as "12/64 arrays" or "0.50/2.00 GB"; "" before anything is."""
-    digits = ".2f" if self._unit == "GB" else ".0f"
-    total = "" if self._total is None else f"/{self._total:{digits}}"
-    return f"{self.completed:{digits}}{total} {self._unit}".rstrip() * bool(self.completed or total)
+    fields = self._task.fields
+    return "  ".join(filter(None, [self._task.description, fields["amount"], fields["text"]]))
 
 
 @contextlib.contextmanager
@@ -183,14 +175,10 @@ def progress_bar(
 
 
 def track(
-  items: Iterable[T],
-  label: str,
-  total: float | None = None,
-  unit: str = "",
-  stream: IO[str] | None = None,
+  items: Iterable[T], label: str, *total_and_unit: Any, **options: Any
 ) -> Generator[T, None, None]:
-  """Yields the items, and shows how many have been used (see `progress_bar`)."""
-  with progress_bar(label, total, unit, stream=stream) as bar:
+  """Yields the items, and shows how many have been used; the arguments are those of `progress_bar`."""
+  with progress_bar(label, *total_and_unit, **options) as bar:
     for item in items:
       yield item
       bar.advance()

@@ -27,8 +27,13 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.estimate import placement
 from rosetta_t5.plan.workload import pipeline_notes
+from rosetta_t5.telemetry.console import (
+  describe_setup,
+  describe_training,
+  log_model_info,
+  log_start,
+)
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
-from rosetta_t5.telemetry.report import describe_setup, describe_training, log_model_info, log_start
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState

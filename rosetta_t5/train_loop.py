@@ -19,8 +19,8 @@ from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console
+from rosetta_t5.telemetry.console import log_event, run_summary
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.telemetry.report import log_event, run_summary
 from rosetta_t5.telemetry.run_metrics import (
   FEED_WAIT,
   RunMetrics,

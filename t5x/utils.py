@@ -24,7 +24,7 @@ from rosetta_t5.checkpoints.train_state_initializer import restore
 from rosetta_t5.config.command_line import run_main
 from rosetta_t5.data import *
 from rosetta_t5.inference.infer_fn import get_infer_fn
-from rosetta_t5.telemetry.report import log_model_info
+from rosetta_t5.telemetry.console import log_model_info
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 from t5x.checkpoints import LegacyCheckpointManager
 

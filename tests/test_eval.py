@@ -21,7 +21,7 @@ from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.out_of_memory import OutOfMemoryError
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.report import format_metrics_table
+from rosetta_t5.telemetry.console import format_metrics_table
 from rosetta_t5.training import Trainer
 
 TASK = "pairs_to_evaluate"

@@ -30,7 +30,7 @@ from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.flops import peak_of, training_flops_of
+from rosetta_t5.telemetry.run_metrics import peak_flops, training_flops_of
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
@@ -160,7 +160,8 @@ def measure(
   run_group()
   seconds = statistics.median(run_group() for _ in range(max(1, args.steps // _GROUP)))
   rate = args.batch / seconds / jax.device_count()
-  flops, peak = training_flops_of(model_config(args.size), *args.lengths), peak_of(device)
+  flops = training_flops_of(model_config(args.size), *args.lengths)
+  peak = peak_flops(jax.devices()[:1])
   return {
     **{name: value for name, value in vars(args).items() if value and not callable(value)},
     "device": f"{jax.device_count()} {device}",

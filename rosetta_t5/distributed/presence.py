@@ -67,7 +67,7 @@ def wait_for_processes(address: str, index: int, count: int, timeout_s: float) -
         return Presence(index, name, peers)
       time.sleep(_RETRY_S)
   raise ValueError(
-    f"{bar.line()} for {timeout_s:.0f} s. Check that all processes run, that each has its own "
+    f"{bar.line()}: {timeout_s:.0f} s are over. Check that all processes run, that each has its own "
     "--process_index, and that they can reach process 0. --initialization_timeout sets how long to wait."
   )
 

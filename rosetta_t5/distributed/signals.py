@@ -34,7 +34,7 @@ class EvaluationInterrupted(SystemExit):
   """A signal or Ctrl-C ended an evaluation early, because the run that it belongs to must end."""
 
 
-class InterruptionListener:
+class InterruptionListener(contextlib.ExitStack):
   """Listens inside a `with` for Ctrl-C, and for SIGTERM and SIGUSR1, which job managers send.
 
   With several processes, jax's coordination service passes the signal on from the process that
@@ -46,14 +46,14 @@ class InterruptionListener:
   """
 
   def __init__(self) -> None:
+    super().__init__()
     self.by_ctrl_c = False
     self._is_requested = False
     self._calls = 0
-    self._stack = contextlib.ExitStack()
 
   def __enter__(self) -> InterruptionListener:
     _entered.append(self)
-    self._stack.callback(_entered.remove, self)
+    self.callback(_entered.remove, self)
     if threading.current_thread() is not threading.main_thread():
       return self
     alone = jax.process_count() == 1
@@ -64,9 +64,6 @@ class InterruptionListener:
       self._handle(signal.SIGINT, lambda number, frame: None)
       self._listen_for_ctrl_c()
     return self
-
-  def __exit__(self, *exception: object) -> None:
-    self._stack.close()
 
   def should_stop(self) -> bool:
     """Returns whether the run must end now, with the same result on every process.
@@ -81,14 +78,14 @@ class InterruptionListener:
     return multihost_utils.reached_preemption_sync_point(self._calls)
 
   def _handle(self, number: int, handler: Any) -> None:
-    self._stack.callback(signal.signal, number, signal.signal(number, handler))
+    self.callback(signal.signal, number, signal.signal(number, handler))
 
   def _listen_for_ctrl_c(self) -> None:
     """Starts a thread that acts on Ctrl-C, also while the main thread compiles or waits in a collective."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    self._stack.callback(os.close, write_end)
-    self._stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_end))
+    self.callback(os.close, write_end)
+    self.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write_end))
 
     def act_on_signals() -> None:
       while number := os.read(read_end, 1):

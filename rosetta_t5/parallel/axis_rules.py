@@ -157,8 +157,7 @@ def partition_specs_of(
     axis_sizes: the size of each mesh axis; None for those of the partitioner's mesh.
 
   Raises:
-    ValueError: an array cannot be split like this, or there is a PartitionSpec where the state has no
-      array.
+    ValueError: an array cannot be split like this.
   """
   specs = complete_specs(partitioner, train_state)
   check_partition_specs(train_state, specs, axis_sizes or partitioner.mesh.shape)
@@ -169,20 +168,11 @@ def complete_specs(partitioner: Any, train_state: Any) -> Any:
   """Returns the train state with a PartitionSpec in place of each array.
 
   A partitioner may return None for a replicated array or for parts without arrays, as T5X's did.
-
-  Raises:
-    ValueError: there is a PartitionSpec where the state has no array.
   """
-  given = dict(jax.tree_util.tree_flatten_with_path(partitioner.get_mesh_axes(train_state))[0])
-  specs = jax.tree_util.tree_map_with_path(
-    lambda path, _: given.pop(path, None) or PartitionSpec(), train_state
+  given = dict(jax.tree.leaves_with_path(partitioner.get_mesh_axes(train_state)))
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: given.get(path) or PartitionSpec(), train_state
   )
-  if given:
-    raise ValueError(
-      f"{type(partitioner).__name__}.get_mesh_axes must return a tree like the train state, but the "
-      f"state has no array {', '.join(map(jax.tree_util.keystr, given))}"
-    )
-  return specs
 
 
 def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str, int]) -> None:

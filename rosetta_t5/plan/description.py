@@ -32,9 +32,9 @@ from rosetta_t5.plan.workload import (
   state_shapes,
   workload_of,
 )
-from rosetta_t5.telemetry.flops import flops_of_lengths
+from rosetta_t5.telemetry.console import count_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
-from rosetta_t5.telemetry.report import count_parameters
+from rosetta_t5.telemetry.run_metrics import flops_of_lengths
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.training.optimizers.curvature import KfacState
 from rosetta_t5.user_errors import reason_of, with_lines

@@ -17,8 +17,8 @@ from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING
 from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.plan.memory import StateMemory, is_known
 from rosetta_t5.plan.workload import Workload
-from rosetta_t5.telemetry.flops import forward_flops_of
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
+from rosetta_t5.telemetry.run_metrics import forward_flops_of
 
 # The backward pass as a share of the compute time.
 _BACKWARD_SHARE = 2 / 3

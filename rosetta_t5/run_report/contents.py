@@ -13,7 +13,7 @@ from rosetta_t5.terminal import format_duration
 
 UNKNOWN = "–"
 _SECONDS_PER_DAY = 86400.0
-TRAINING, EXPERTS, EVALUATION, OTHER = "Training", "Experts", "Evaluation", "Other metrics"
+TRAINING, EVALUATION, OTHER = "Training", "Evaluation", "Other metrics"
 
 
 Metrics = set[tuple[str, str]]  # the group and the tag of each metric that a run has recorded
@@ -77,14 +77,13 @@ _TRAINING = {
     ("memory/host_peak_gib", "GiB of the first process", 1),
   ],
 }
-_LOAD = "experts/highest_load/"
 _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
 
 
 def choose_panels(runs: Sequence[Run]) -> list[Panel]:
   """Returns the charts for these runs, and one for each further metric."""
   recorded = {(group, tag) for run in runs for group, tags in run.series.items() for tag in tags}
-  panels = [*_training_panels(recorded), *_expert_panels(recorded), *_evaluation_panels(recorded)]
+  panels = [*_training_panels(recorded), *_evaluation_panels(recorded)]
   shown = {(line.group, line.tag) for panel in panels for line in panel.lines}
   others = sorted(recorded - shown, key=lambda key: (key[0] != "train", key))
   return panels + [Panel(OTHER, tag, group, (Line(group, tag),)) for group, tag in others]
@@ -99,18 +98,6 @@ def _training_panels(recorded: Metrics) -> Iterator[Panel]:
       if title in _EVALUATED and len(held_out) == 1 and (held_out[0], tag) in recorded:
         lines = [lines[0]._replace(label="training"), Line(held_out[0], tag, "held-out", factor)]
       yield Panel(TRAINING, title, unit, tuple(lines))
-
-
-def _expert_panels(recorded: Metrics) -> Iterator[Panel]:
-  loads = sorted((tag for group, tag in recorded if tag.startswith(_LOAD)), key=_in_layer_order)
-  if loads:
-    lines = tuple(Line("train", tag, tag.removeprefix(_LOAD)) for tag in loads)
-    yield Panel(EXPERTS, "Load of the most popular expert, by layer", "times the mean load", lines)
-
-
-def _in_layer_order(tag: str) -> tuple[str, int]:
-  stack, _, number = tag.rpartition("_")
-  return (stack, int(number)) if number.isdigit() else (tag, 0)
 
 
 def _evaluation_panels(recorded: Metrics) -> Iterator[Panel]:

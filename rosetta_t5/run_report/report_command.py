@@ -36,7 +36,6 @@ from rosetta_t5.user_errors import ConfigError
 
 _MAX_POINTS = 160_000  # of all charts together: about 3 MB of the page
 _MAX_POINTS_OF_SERIES = 3000
-_PROGRESS = ("timing/uptime", "loss_per_nonpadding_target_token", "loss")
 REFRESH_SECONDS = 5.0
 _HOST = "127.0.0.1"
 _PAGE = "report.html"
@@ -97,8 +96,8 @@ class ReportServer(http.server.ThreadingHTTPServer):
       ValueError: a folder contains no run.
       OSError: the port is in use.
     """
-    self._folders = folders
-    self._refresh_seconds = refresh_seconds
+    self.folders = folders
+    self.refresh_seconds = refresh_seconds
     read_runs(folders)  # Errors are reported before anything is served.
     super().__init__((_HOST, port), _Handler)
 
@@ -106,14 +105,6 @@ class ReportServer(http.server.ThreadingHTTPServer):
   def address(self) -> str:
     """The URL of the page."""
     return f"http://{_HOST}:{self.server_port}/"
-
-  def content(self, path: str) -> tuple[str, bytes] | None:
-    """Returns the type and the content of a path; None if it does not exist."""
-    if path == "/":
-      page = build_page(read_runs(self._folders), self._refresh_seconds)
-      return "text/html; charset=utf-8", page.encode()
-    data = encode_data(read_runs(self._folders)) if path == "/data" else ""
-    return ("text/plain; charset=utf-8", data.encode()) if data else None
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -127,17 +118,19 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if self.headers.get("Host", "").partition(":")[0] not in (_HOST, "localhost"):
       self.send_error(403, "this report is only for this machine")
       return
+    path = self.path.partition("?")[0]
+    if path not in ("/", "/data"):
+      self.send_error(404)
+      return
     try:
-      found = self.server.content(self.path.partition("?")[0])
+      runs = read_runs(self.server.folders)
+      text = build_page(runs, self.server.refresh_seconds) if path == "/" else encode_data(runs)
     except (ValueError, OSError) as error:
       self.send_error(500, explain=str(error))  # A status line cannot contain all characters.
       return
-    if found is None:
-      self.send_error(404)
-      return
-    kind, content = found
+    content = text.encode()
     self.send_response(200)
-    self.send_header("Content-Type", kind)
+    self.send_header("Content-Type", f"text/{'html' if path == '/' else 'plain'}; charset=utf-8")
     self.send_header("Content-Length", str(len(content)))
     self.send_header("Cache-Control", "no-store")
     with contextlib.suppress(ConnectionError):  # The browser does not wait for it.
@@ -262,7 +255,7 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
 def _progress(run: Run, first_time: float) -> dict[str, str]:
   """Returns the steps of training over time, with a gap at each restart."""
   train = run.series["train"]
-  longest = train[max(train, key=lambda tag: (train[tag].steps.size, tag in _PROGRESS))]
+  longest = max(train.values(), key=lambda series: series.steps.size)
   chosen = np.unique(np.linspace(0, longest.steps.size - 1, 1000).astype(int))
   steps, times, values = longest.take(chosen)
   restarts = [line["time"] for line in run.log if line.get("event") == "start"][1:]

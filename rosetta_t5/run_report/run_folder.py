@@ -23,7 +23,6 @@ from jaxtyping import Float, Int
 
 from rosetta_t5.terminal import RUN_LOG
 
-GROUPS = ("train", "training_eval", "inference_eval")
 _HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
@@ -150,7 +149,8 @@ def _text_of(file: pathlib.Path) -> str:
 def _read_series(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
   """Returns the series by group and tag; those of several files are joined in the order of time."""
   parts: dict[str, dict[str, list[Series]]] = collections.defaultdict(dict)
-  for file in sorted(f for group in GROUPS for f in (folder / group).rglob("*tfevents*")):
+  groups = (folder / name for name in ("train", "training_eval", "inference_eval"))
+  for file in sorted(file for group in groups for file in group.rglob("*tfevents*")):
     status = file.stat()
     read, damaged = read_event_file(file, status.st_size, status.st_mtime_ns)
     if damaged:
@@ -279,14 +279,13 @@ def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = N
 
 def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int, list[Texts]]]:
   """Returns the first predictions of each task at its last evaluations."""
-  # Of a step that a restart has repeated, the last prediction of each input remains.
-  samples: dict[str, dict[int, dict[str, Texts]]] = collections.defaultdict(dict)
+  samples: dict[str, dict[int, list[Texts]]] = collections.defaultdict(dict)
   for row in _read_json_lines(folder / "samples.jsonl", notes):
     if not math.isnan(step := _number(row.get("step"))):
-      texts = _texts_of(row)
-      samples[str(row.get("task"))].setdefault(int(step), {})[texts[0]] = texts
+      samples[str(row.get("task"))].setdefault(int(step), []).append(_texts_of(row))
+  # Of a step that a restart has repeated, the last predictions remain.
   shown = {
-    task: {step: list(by_step[step].values())[:_MAX_EXAMPLES] for step in _last(by_step)}
+    task: {step: by_step[step][-_MAX_EXAMPLES:] for step in _last(by_step)}
     for task, by_step in samples.items()
   }
   files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)

@@ -1,11 +1,22 @@
-"""The progress of a run on the console: a bar on a terminal, plain lines in a log file."""
+"""What a run prints: a header, its progress, and a summary; and its files model-info.txt and run-log.jsonl.
+
+The progress is a bar on a terminal, and plain lines in a log file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import math
+import os
+import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import traverse_util
 
 from rosetta_t5 import terminal
 from rosetta_t5.telemetry import run_metrics
@@ -32,6 +43,8 @@ _CELLS = {
 _LINE_WIDTH = 120
 # On a terminal the bar shows the rest.
 _SECONDS_BETWEEN_LINES = 5.0
+_HEADER_WIDTH = len("computes")
+_log = logging.getLogger(__name__)
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -133,3 +146,227 @@ def _measured_cells(values: Metrics) -> list[str]:
     f"epoch {count:.3g} of {name}" if len(epochs) > 1 else f"epoch {count:.3g}"
     for name, count in epochs.items()
   ]
+
+
+def describe_setup(
+  partitioner: Any, dataset_cfg: Any, save_cfg: Any, model_dir: str | os.PathLike[str]
+) -> str:
+  """Returns the first lines of a training run's header, before it reads data.
+
+  Args:
+    partitioner: its `mesh`, and the settings that determine it, `mesh_config.setting`.
+    dataset_cfg: the `DatasetConfig` of the training data.
+    save_cfg: the `SaveCheckpointConfig`; None if no checkpoints are saved.
+    model_dir: the folder of all output.
+  """
+  devices, reason = partitioner.mesh.devices, partitioner.mesh_config.setting
+  axes = " ".join(f"{name}={size}" for name, size in partitioner.mesh.shape.items())
+  given = dataset_cfg.task_feature_lengths or {}
+  lengths = ", ".join(f"{name} {length}" for name, length in given.items())
+  saves = f"a checkpoint every {save_cfg.period} steps" if save_cfg else "no checkpoints"
+  kind = f"{devices.flat[0].device_kind} device{'s' * (devices.size > 1)}"
+  batch = f"batch {dataset_cfg.batch_size}{': ' * bool(lengths)}{lengths}"
+  rows = [
+    ("devices", f"{devices.size} {kind}, mesh {axes}{f' ({reason})' if reason else ''}"),
+    ("data", f"{dataset_cfg.name}, {batch}"),
+    ("writes", f"{os.fspath(model_dir)}, {saves}"),
+  ]
+  return _format_rows(rows, width=_HEADER_WIDTH)
+
+
+def describe_training(
+  model: Any,
+  params: Any,
+  batch: Mapping[str, Any],
+  steps: tuple[int, int],
+  restored_from: str | None = None,
+  examples: Sequence[str] = (),
+  computation: str | None = None,
+  notes: Sequence[str] = (),
+) -> str:
+  """Returns the lines of the header that are printed before the first step.
+
+  Args:
+    model: the model; its `network_config` determines the FLOPs.
+    params: the parameters, or their shapes.
+    batch: the arrays or shapes of a batch, by feature.
+    steps: the completed steps at the start and at the end of the run.
+    restored_from: the path of the checkpoint; None if the run starts from scratch.
+    examples: lines about the training data: numbers of examples, truncation, epochs.
+    computation: number formats and kernels, with reasons.
+    notes: warnings about the run, one per line.
+  """
+  flops = run_metrics.flops_of_model(model, batch)
+  cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  start = f"from {restored_from}" if restored_from else "from scratch"
+  rows = [
+    ("model", f"{type(model).__name__}, {count_parameters(params):,} parameters{cost}"),
+    ("steps", f"{steps[0]} to {steps[1]}, {start}"),
+    *(("examples", text) for text in examples),
+    *([("computes", computation)] if computation else []),
+    *(("note", note) for note in notes),
+  ]
+  return _format_rows(rows, width=_HEADER_WIDTH)
+
+
+def log_start(
+  model_dir: str,
+  setup: str,
+  description: str,
+  partitioner: Any,
+  batch: Mapping[str, Any],
+  steps: tuple[int, int],
+  computation: str | None,
+) -> None:
+  """Logs what `rosetta-t5 report` shows about a run that starts; the arguments are those of its header."""
+  mesh = partitioner.mesh
+  sizes = {name: leaf.shape for name, leaf in batch.items()}
+  fields = {
+    "header": f"{setup}\n{description}",
+    "step": steps[0],
+    "total_steps": steps[1],
+    "device": mesh.devices.flat[0].device_kind,
+    "devices": mesh.devices.size,
+    "mesh": dict(mesh.shape),
+    "batch_size": int(next(iter(sizes.values()))[0]),
+    "lengths": {name: int(shape[1]) for name, shape in sizes.items() if len(shape) > 1},
+    "computes": computation,
+  }
+  log_event(model_dir, "start", **fields)
+
+
+def run_summary(
+  *,
+  steps: tuple[int, int],
+  seconds: float,
+  losses: tuple[float | None, float | None],
+  model_dir: str | os.PathLike[str],
+  checkpoint: str | os.PathLike[str] | None,
+) -> str:
+  """Returns the lines printed when a run has ended.
+
+  Args:
+    steps: the completed steps before and after the run.
+    seconds: the duration of the run.
+    losses: the first and the last loss that were shown; None if there was none.
+    model_dir: the folder of all output.
+    checkpoint: the last saved checkpoint; None if there is none.
+  """
+  first, last = losses
+  count = steps[1] - steps[0]
+  done = f"{count} steps in {terminal.format_duration(seconds)}"
+  if count == 0:
+    done = "nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue"
+  rows = [("done", f"step {steps[1]}: {done}")]
+  if first is not None and last is not None:
+    rows.append(("loss", f"{first:.3f} at first, {last:.3f} at the end"))
+  if checkpoint is not None:
+    rows.append(("checkpoint", os.fspath(checkpoint)))
+  rows.append(("metrics", f"tensorboard --logdir={os.fspath(model_dir)}"))
+  return _format_rows(rows)
+
+
+def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]]) -> str:
+  """Formats {step: {task: {metric: value}}} as one table of aligned columns per task.
+
+  The cell of a metric that a step does not have is empty.
+  """
+  tasks = dict.fromkeys(task for by_task in metrics.values() for task in by_task)
+  return "\n".join(line for task in tasks for line in _table_lines(task, metrics))
+
+
+def _table_lines(
+  task: str, metrics: Mapping[int, Mapping[str, Mapping[str, float]]]
+) -> Iterator[str]:
+  by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
+  names = list(dict.fromkeys(name for values in by_step.values() for name in values))
+  rows = [[task, "step", *names]]
+  for step, values in by_step.items():
+    cells: list[Any] = [values.get(name, "") for name in names]
+    rows.append(
+      ["", str(step), *(str(x) if isinstance(x, int | str) else f"{x:.5g}" for x in cells)]
+    )
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for title, *row in rows:
+    aligned = map(str.rjust, row, widths[1:])
+    yield "  ".join([title.ljust(widths[0]), *aligned]).rstrip()
+
+
+def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+  width = max(width, *(len(name) for name, _ in rows))
+  return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
+
+def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> None:
+  """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
+
+  Args:
+    event: `start`, `end` or `restored`.
+    **fields: numbers, texts, and lists and dictionaries of them.
+  """
+  if jax.process_index() != 0:
+    return
+  folder = pathlib.Path(model_dir)
+  with terminal.optional_output(terminal.RUN_LOG):
+    if event == "start":  # A folder that was moved during the run is not created again.
+      folder.mkdir(parents=True, exist_ok=True)
+    with (folder / terminal.RUN_LOG).open("a", encoding="utf-8") as file:
+      file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+
+
+def log_model_info(
+  log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
+) -> None:
+  """Writes `model_info` to `log_file`, or to the log if it is None, on the first process only."""
+  if jax.process_index() != 0:
+    return
+  text = model_info(full_train_state, partitioner)
+  if log_file is None:
+    _log.info("%s", text)
+    return
+  with terminal.optional_output("model-info.txt"):
+    os.makedirs(os.path.dirname(log_file), exist_ok=True)
+    pathlib.Path(log_file).write_text(text)
+
+
+def model_info(full_train_state: Any, partitioner: Any) -> str:
+  """Lists a train state in T5X's format: parameters, their number, then the rest of the state.
+
+  Args:
+    full_train_state: a train state of arrays or of their shapes.
+    partitioner: its `get_logical_axes` and `get_mesh_axes` return the axes of each array.
+  """
+  arrays = _flatten(full_train_state)
+  logical_axes = _flatten(partitioner.get_logical_axes(full_train_state))
+  mesh_axes = _flatten(partitioner.get_mesh_axes(full_train_state))
+  sections: dict[str, list[str]] = {"target": [], "state": [], "flax_mutables": []}
+  for path, array in sorted(arrays.items()):
+    section, *names = path
+    if section == "flax_mutables":
+      names = [section, *names]
+    line = _format_array("/".join(names), array, logical_axes.get(path), mesh_axes.get(path))
+    sections[section].append(line)
+  total = count_parameters(full_train_state.params)
+  rest = [*sections["state"], *sections["flax_mutables"]]
+  lines = [*sections["target"], f"Total number of parameters: {total}", "", *rest]
+  return "".join(f"{line}\n" for line in lines)
+
+
+def count_parameters(params: Any) -> int:
+  """Returns the number of scalars in a tree of arrays or shapes."""
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
+  leaves = traverse_util.flatten_dict(train_state.state_dict())
+  return {path: leaf for path, leaf in leaves.items() if leaf is not None}
+
+
+def _format_array(name: str, array: Any, logical_axes: Any, mesh_axes: Any) -> str:
+  # T5X prints None as the partition spec of an array without logical axes, which is replicated.
+  size, shape = math.prod(array.shape), str(tuple(array.shape))
+  spec = tuple(mesh_axes) if logical_axes else None
+  if logical_axes and len(logical_axes) == len(array.shape):  # They may be fewer, as in T5X.
+    dims = (f"{axis}={size}" for axis, size in zip(logical_axes, array.shape, strict=True))
+    shape = f"({', '.join(dims)})"
+  return f"Variable {name:80} size {size:<12} shape {shape:40} partition spec {spec}"

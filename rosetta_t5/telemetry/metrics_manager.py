@@ -85,8 +85,6 @@ class MetricsManager:
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers. Arrays on devices are fetched in the background."""
-    if not self._writers:
-      return
     copies = {key: _copy_if_scalar(value) for key, value in scalars.items()}
 
     def fetch_and_write() -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.workload import state_shapes
-from rosetta_t5.telemetry.flops import training_flops_of
+from rosetta_t5.telemetry.run_metrics import training_flops_of
 from t5x import adafactor, checkpoints, models, partitioning
 from t5x.examples.t5 import network
 

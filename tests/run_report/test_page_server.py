@@ -61,7 +61,7 @@ def test_other_sites_and_paths_are_refused(followed):
 
 def test_a_run_that_disappears_is_an_error_of_the_request(followed):
   server, folder = followed
-  server._folders = [str(folder.rename(folder.with_name("прогон\n2")))]
+  server.folders = [str(folder.rename(folder.with_name("прогон\n2")))]
   folder = folder.with_name("прогон\n2")
   shutil.rmtree(folder)
   with pytest.raises(urllib.error.HTTPError) as failed:

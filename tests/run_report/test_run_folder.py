@@ -6,12 +6,10 @@ import base64
 import gzip
 import json
 import shutil
-import types
 
 import pytest
 import run_files
 
-from rosetta_t5.run_report import contents
 from rosetta_t5.run_report.contents import summary_row
 from rosetta_t5.run_report.report_command import encode_data
 from rosetta_t5.run_report.run_folder import parse_bindings, read_runs
@@ -82,7 +80,7 @@ def test_samples_of_tasks_without_files_of_predictions_are_read(runs, tmp_path):
   lines = [{**sample, "step": 7, "prediction": "x"}, {**sample, "step": 7, "prediction": "b"}, {}]
   (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
   samples = read_runs([str(folder)])[0].samples
-  assert samples["text"] == {7: [("a ____ c", "b", "b")]}
+  assert samples["text"] == {7: [("a ____ c", "b", "x"), ("a ____ c", "b", "b")]}
   assert "squad_v010_allanswers" in samples
 
 
@@ -156,17 +154,3 @@ INNER = 512
     "a.b.evil",
     "a.b.expression",
   }
-
-
-def test_a_report_has_one_chart_of_the_loads_of_experts_in_the_order_of_layers():
-  tags = [f"experts/highest_load/encoder/layers_{n}" for n in (1, 3, 11)]
-  tags += ["experts/highest_load/decoder/layers_1", "experts/expert_usage"]
-  run = types.SimpleNamespace(series={"train": dict.fromkeys(tags)})
-  load, *others = contents.choose_panels([run])
-  assert [line.label for line in load.lines] == [
-    "decoder/layers_1",
-    "encoder/layers_1",
-    "encoder/layers_3",
-    "encoder/layers_11",
-  ]
-  assert [panel.section for panel in others] == ["Other metrics"]

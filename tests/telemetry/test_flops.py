@@ -8,7 +8,7 @@ import pytest
 
 from rosetta_t5.networks.decoder import TransformerConfig
 from rosetta_t5.networks.t5 import T5Config
-from rosetta_t5.telemetry.flops import flops_of_lengths, peak_flops, training_flops_of
+from rosetta_t5.telemetry.run_metrics import flops_of_lengths, peak_flops, training_flops_of
 
 SIZES = {
   "small": ((512, 6, 8, 8, 64, 1024), 109.9),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
-from rosetta_t5.telemetry import report
+from rosetta_t5.telemetry import console
 
 PARAMS = {"a": jnp.ones((100, 20)), "b": jnp.ones(5)}
 BATCH = {
@@ -39,12 +39,12 @@ def setup(partitioner=None, lengths=None, save_cfg=None):
     mesh=default_mesh(2), mesh_config=types.SimpleNamespace(setting=None)
   )
   cfg = types.SimpleNamespace(name="pile", batch_size=16, task_feature_lengths=lengths)
-  return report.describe_setup(partitioner, cfg, save_cfg, "/runs/a").splitlines()
+  return console.describe_setup(partitioner, cfg, save_cfg, "/runs/a").splitlines()
 
 
 def description(**overrides):
   arguments = {"model": Model(), "params": PARAMS, "batch": BATCH, "steps": (0, 20)}
-  return report.describe_training(**arguments | overrides).splitlines()
+  return console.describe_training(**arguments | overrides).splitlines()
 
 
 def test_setup_shows_devices_data_and_output():
@@ -107,7 +107,7 @@ def test_description_of_a_model_without_a_network_config_omits_the_flops():
 
 
 def test_summary_shows_steps_losses_checkpoint_and_metrics():
-  text = report.run_summary(
+  text = console.run_summary(
     steps=(0, 300),
     seconds=95.0,
     losses=(6.5, 3.25),
@@ -123,7 +123,7 @@ def test_summary_shows_steps_losses_checkpoint_and_metrics():
 
 
 def test_summary_of_a_finished_run_says_that_nothing_was_left_to_do():
-  text = report.run_summary(
+  text = console.run_summary(
     steps=(300, 300), seconds=1.0, losses=(None, None), model_dir="/runs/a", checkpoint=None
   )
   assert text.splitlines() == [

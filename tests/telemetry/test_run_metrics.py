@@ -14,7 +14,6 @@ import optax
 import pytest
 
 from rosetta_t5.networks.t5 import T5Config
-from rosetta_t5.telemetry.flops import training_flops_of
 from rosetta_t5.telemetry.run_metrics import (
   SKIPPED_STEPS,
   WEIGHT_NORM,
@@ -24,6 +23,7 @@ from rosetta_t5.telemetry.run_metrics import (
   global_norm,
   raise_if_nonfinite,
   skipped_steps,
+  training_flops_of,
 )
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import chain, sgd

@@ -183,7 +183,7 @@ def _run(
   )
   with pool as executor:
     results = executor.map(shards.run_job, incomplete)  # An error in one cancels those that wait.
-    shown = terminal.track(results, "preparing", len(incomplete), "shards", sys.stderr)
+    shown = terminal.track(results, "preparing", len(incomplete), "shards", stream=sys.stderr)
     done |= {job.number: summary for job, summary in zip(incomplete, shown, strict=True)}
   return [done[job.number] for job in jobs]
 

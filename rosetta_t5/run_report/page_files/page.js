@@ -442,7 +442,7 @@ function build() {
   document.querySelector('#axis [value="tokens"]').disabled = !state.data.runs.some((run) => run.tokensPerStep);
   showRuns();
   const sections = [
-    resultsSection(), timelineSection(), panelSection("Training"), panelSection("Experts"), panelSection("Evaluation"), samplesSection(),
+    resultsSection(), timelineSection(), panelSection("Training"), panelSection("Evaluation"), samplesSection(),
     configurationSection(), modelSection(), panelSection("Other metrics"),
   ];
   document.getElementById("main").replaceChildren(...sections.filter(Boolean));
