@@ -178,7 +178,7 @@ def _run(argv: list[str], is_own_process: bool) -> int:
   options = parse([*argv[1:], "--help"] if argv[0] == "help" else argv)
   limited: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   opens_others_files = False
-  if hasattr(options, "trust") and not options.trust:
+  if not getattr(options, "trust", True):
     from rosetta_t5.config.language.allow_list import limited_to_list
 
     limited = limited_to_list()

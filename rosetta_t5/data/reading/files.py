@@ -157,6 +157,10 @@ def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
       f"moved from {stored['folder']} to {folder} (the position contains paths: make the old path a link to "
       "the new one)"
     ]
+  return [f"in {folder}, {_describe_changes(before, after)}"]
+
+
+def _describe_changes(before: list[list[Any]], after: list[list[Any]]) -> str:
   old, new = ({name: rest for name, *rest in files} for files in (before, after))
   changed = [name for name in sorted(old.keys() & new.keys()) if old[name] != new[name]]
   sizes = {name: f"size {old[name][0]:,} → {new[name][0]:,}" for name in changed}
@@ -167,7 +171,7 @@ def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
     "added": sorted(new.keys() - old.keys()),
   }
   texts = [f"{kind}: {', '.join(names[:3])}" for kind, names in kinds.items() if names]
-  return [f"in {folder}, {'; '.join(texts or ['files are read in another order'])}"]
+  return "; ".join(texts or ["files are read in another order"])
 
 
 def digest_of(data: bytes) -> str:

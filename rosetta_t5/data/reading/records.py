@@ -183,19 +183,19 @@ def _is_quoted(path: str, width: int) -> bool:
     unquoted = unquoted[: unquoted.rfind("\n", 0, field.start()) + 1]
   fits_quoted = '"' not in unquoted and _has_width(unquoted.split("\n"), width)
   fits_plain = _has_width([line for line in lines if '"' in line], width)
-  if not fits_quoted and not fits_plain:
+  if fits_quoted != fits_plain:
+    return fits_quoted
+  if not fits_plain:
     raise UnclearQuotesError(
       f"{where}: here are quotes, and neither as quoted fields (with quotes inside them doubled) nor as "
       f"ordinary characters do they give {width} columns in every row. Set data.file_task.quoted = "
       "True if the fields are quoted, or False to read each line as a row. (For other commands: --quoted, "
       "--no-quoted.)"
     )
-  if fits_quoted and fits_plain:
-    # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
-    fields = line.rstrip("\r\n").split("\t")
-    is_first_quoted = all(field.startswith('"') and field.endswith('"') for field in fields)
-    return is_first_quoted or any('""' in line for line in lines)
-  return fits_quoted
+  # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
+  fields = line.rstrip("\r\n").split("\t")
+  is_first_quoted = all(field[:1] == field[-1:] == '"' for field in fields)
+  return is_first_quoted or any('""' in line for line in lines)
 
 
 def _has_width(lines: Iterable[str], width: int) -> bool:
