@@ -113,9 +113,8 @@ def import_module(module: str) -> Any:
     if error.name is None or not f"{module}.".startswith(f"{error.name}."):
       raise
     raise ValueError(
-      f"There is no Python module '{error.name}' to import the task from: {module!r} was given as "
-      "DatasetConfig.module (MIXTURE_OR_TASK_MODULE in T5X's recipes). Name a module that Python "
-      "finds, e.g. by adding its folder to PYTHONPATH."
+      f"There is no Python module '{error.name}', but MIXTURE_OR_TASK_MODULE (DatasetConfig.module) is "
+      f"{module!r}: name a module that Python finds, e.g. by adding its folder to PYTHONPATH"
     ) from error
 
 
@@ -166,7 +165,6 @@ def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | No
     ValueError: the task, its cache or its split does not exist, or the lengths do not fit the model.
   """
   provider = find_task_or_mixture(cfg)
-  check_cached(cfg, provider)
   check_split(cfg, provider)
   if converter is not None:
     check_feature_lengths(cfg, converter)
@@ -174,13 +172,20 @@ def find_checked_task(cfg: DatasetConfig, converter: seqio.FeatureConverter | No
 
 
 def check_split(cfg: DatasetConfig, provider: Any) -> None:
-  """Checks that the split exists, in the offline cache if `cfg.use_cached` is set.
+  """Checks that the split exists, in the offline cache of every task if `cfg.use_cached` is set.
 
   Raises:
-    ValueError: the split does not exist, and the message lists those that do; or the folder of
-      TensorFlow Datasets that states them is damaged.
+    ValueError: a task has no cache; the split does not exist, and the message lists those that do; or
+      the folder of TensorFlow Datasets that states them is damaged.
   """
   if cfg.use_cached:
+    missing = [task.name for task in seqio.get_subtasks(provider) if not task.cache_dir]
+    if missing:
+      raise ValueError(
+        f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
+        "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
+        "cache's folder with --seqio_additional_cache_dirs."
+      )
     if not subtasks_with_split(cfg, provider):
       raise ValueError(
         f"The offline caches of '{cfg.name}' have no split '{cfg.split}' (DatasetConfig.split): cache "
@@ -198,23 +203,6 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     raise ValueError(
       f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
       "Set DatasetConfig.split (MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
-    )
-
-
-def check_cached(cfg: DatasetConfig, provider: Any) -> None:
-  """Checks that every task has an offline cache if `cfg.use_cached` is set.
-
-  Raises:
-    ValueError: a task has no cache.
-  """
-  if not cfg.use_cached:
-    return
-  missing = [task.name for task in seqio.get_subtasks(provider) if not task.cache_dir]
-  if missing:
-    raise ValueError(
-      f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
-      "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
-      "cache's folder with --seqio_additional_cache_dirs."
     )
 
 

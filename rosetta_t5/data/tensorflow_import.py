@@ -156,9 +156,7 @@ def passthrough_features(converter: Any) -> Set[str]:
   return set(getattr(converter, "_passthrough_features", ()))
 
 
-def replace_loggers(
-  evaluator: Any, replace: Callable[[Callable[..., None]], Callable[..., None]]
-) -> None:
+def replace_loggers(evaluator: Any, replace: Callable[[Any], Callable[..., None]]) -> None:
   """Replaces each logger of a SeqIO evaluator, which has a getter for them but no setter."""
   evaluator._loggers = tuple(replace(logger) for logger in getattr(evaluator, "_loggers", ()))
 

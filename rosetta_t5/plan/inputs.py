@@ -12,7 +12,6 @@ from rosetta_t5.config.configuration import Rows
 from rosetta_t5.config.language.statements import Macro
 from rosetta_t5.data import check_examples, get_dataset
 from rosetta_t5.data.dataset_config import (
-  check_cached,
   check_feature_lengths,
   check_split,
   find_task_or_mixture,
@@ -87,7 +86,6 @@ def _check_dataset(plan: Any, cfg: Any) -> None:
   if isinstance(provider, PreparedTask):
     provider.batch_sequence(cfg, 0, 1, 0)
   else:
-    check_cached(cfg, provider)
     _check_files(plan, cfg, provider)
     if plan["model"] is not None and cfg.task_feature_lengths is not None:
       check_feature_lengths(cfg, plan["model"].FEATURE_CONVERTER_CLS(pack=cfg.pack))
@@ -103,8 +101,7 @@ def _example_rows(plan: Any, cfg: Any) -> Rows:
     ValueError: they cannot be read, or most targets would lose their end.
   """
   provider = find_task_or_mixture(cfg)
-  tasks = [] if isinstance(provider, PreparedTask) else subtasks_with_split(cfg, provider)
-  if not all(_lists_only(task.source) for task in tasks):
+  if not all(_lists_only(task.source) for task in subtasks_with_split(cfg, provider)):
     return []
   steps = plan["relative_steps"] or plan["total_steps"]
   lines = check_examples(cfg, plan["get_dataset_fn"] or get_dataset)(steps)
@@ -114,6 +111,7 @@ def _example_rows(plan: Any, cfg: Any) -> Rows:
 def _check_files(plan: Any, cfg: Any, provider: Any) -> None:
   """Raises ValueError if the split or its files do not exist. Caches have splits of their own."""
   if cfg.use_cached:
+    check_split(cfg, provider)
     return
   try:
     _ = provider.splits

@@ -261,7 +261,7 @@ def test_a_second_call_for_the_same_folder_is_refused(
 
 
 @pytest.mark.parametrize("content", ["[]", '{"splits": []}', '{"splits": {"train": null}}'])
-def test_a_shard_whose_facts_are_damaged_is_prepared_again(
+def test_a_shard_whose_summary_is_damaged_is_prepared_again(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], content: str
 ) -> None:
   first = run(tmp_path, vocabulary)
@@ -330,8 +330,8 @@ def test_an_incomplete_shard_never_counts_as_complete_whenever_the_command_is_ki
         os.killpg(process.pid, signal.SIGKILL)
         kills += 1
     # A shard that counts as complete is complete.
-    for facts in out.glob("shards/*.json"):
-      for shard in json.loads(facts.read_text())["splits"].values():
+    for summary in out.glob("shards/*.json"):
+      for shard in json.loads(summary.read_text())["splits"].values():
         assert (out / shard["file"]).read_bytes() == (
           tmp_path / "here" / shard["file"]
         ).read_bytes()
