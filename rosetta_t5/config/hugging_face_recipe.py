@@ -182,15 +182,7 @@ class _Folder:
   def _decoding(self) -> tuple[str, dict[str, Any]]:
     """Returns the decode function for a generation_config.json and its arguments."""
     given = {name: value for name, value in self.generation.items() if value is not None}
-    arguments = {
-      n: given[n] for n, default in _CONTROLS.items() if given.get(n, default) != default
-    }
-    words = arguments.pop("bad_words_ids", []) + [[x] for x in given.get("suppress_tokens", [])]
-    if words:
-      arguments["bad_words_ids"] = [[token + self.is_shifted for token in word] for word in words]
-    known = {*_CONTROLS, *_OTHERS}
-    if unknown := [f"{k} = {json.dumps(v)}" for k, v in given.items() if k not in known and v]:
-      self.notes.append(f"in generation_config.json these have no effect: {', '.join(unknown)}")
+    arguments = self._controls(given)
     if self.beams > 1:
       return "beam_search", arguments | {"alpha": float(given.get("length_penalty", 1.0))}
     arguments |= {"rescale_log_probs": False, "temperature": 0.0}
@@ -199,6 +191,18 @@ class _Folder:
       arguments["temperature"] = float(given.get("temperature", 1.0))
       arguments |= {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": top_k}
     return "temperature_sample", arguments
+
+  def _controls(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that all decode functions have, and notes the settings without effect."""
+    known = {*_CONTROLS, *_OTHERS}
+    if unknown := [f"{k} = {json.dumps(v)}" for k, v in given.items() if k not in known and v]:
+      self.notes.append(f"in generation_config.json these have no effect: {', '.join(unknown)}")
+    changed = (name for name, default in _CONTROLS.items() if given.get(name, default) != default)
+    arguments = {name: given[name] for name in changed}
+    words = arguments.pop("bad_words_ids", []) + [[x] for x in given.get("suppress_tokens", [])]
+    if words:
+      arguments["bad_words_ids"] = [[token + self.is_shifted for token in word] for word in words]
+    return arguments
 
   def _lengths(self) -> dict[str, int]:
     """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""

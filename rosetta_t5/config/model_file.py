@@ -32,12 +32,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gin
-from gin.config import ConfigurableReference
+from gin.config import Configurable, ConfigurableReference
 
+from rosetta_t5 import files
 from rosetta_t5.config.language import allow_list, gin_internals
 from rosetta_t5.config.language.binding import bound_arguments, defaults
 from rosetta_t5.config.language.statements import leaves
-from rosetta_t5.files import read_json_object, verify_manifest, write_atomically, write_manifest
 from rosetta_t5.user_errors import ConfigError
 
 NAME = "model.json"
@@ -89,22 +89,25 @@ def write_model_file(folder: pathlib.Path) -> None:
     "surroundings": _data_folders(),
   }
   content = _keep_inputs(content, folder)
-  write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
-  write_manifest(folder, [NAME])
+  files.write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
+  files.write_manifest(folder, [NAME])
 
 
 def read_model_file(file: pathlib.Path) -> ModelFile:
   """Returns what a model file describes.
 
   Raises:
-    ConfigError: it is not a model file, one of a later version, or was changed since it was written.
+    ConfigError: it is not a model file, or one of a later version.
+    DamagedFileError: it was changed since it was written.
   """
   try:
-    content = read_json_object(file)
+    content = files.read_json_object(file)
+    files.verify_manifest(file.parent, lambda name: name == file.name)
     if (version := content.get("version")) != _VERSION:
       raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
-    verify_manifest(file.parent, lambda name: name == file.name)
     return ModelFile(file, _open_inputs(content, file.parent))
+  except files.DamagedFileError:
+    raise
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} cannot be read as a model file: {error}") from error
 
@@ -236,10 +239,8 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
     return _describe(bound["value"], scopes)
   if name is None:
     return {"@other": configurable.selector}
-  for method in gin_internals.registered_configurables():
-    is_its = method.is_method and method.module == configurable.selector
-    if is_its and bound_arguments(method):
-      return {"@other": method.selector}
+  if method := _bound_method(configurable):
+    return {"@other": method}
   if name.startswith(_CALCULATIONS) and reference.evaluate:
     with gin.config_scope(list(scopes) or None):
       return copy.deepcopy(reference)  # Gin calls the function when its reference is copied.
@@ -249,6 +250,13 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
   arguments = {**plain, **bound} | ({"optimizer_def": None} if "optimizer_def" in bound else {})
   described = {key: _describe(item, scopes) for key, item in arguments.items()}
   return {"@call" if reference.evaluate else "@name": name, **described}
+
+
+def _bound_method(configurable: Configurable) -> str | None:
+  """Returns the name of a method of a class of which gin has bound arguments."""
+  known = gin_internals.registered_configurables()
+  methods = (each for each in known if each.is_method and each.module == configurable.selector)
+  return next((method.selector for method in methods if bound_arguments(method)), None)
 
 
 def _keep_inputs(node: Any, folder: pathlib.Path) -> Any:
@@ -328,7 +336,7 @@ def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
   while copy.exists() and not filecmp.cmp(source, copy, shallow=False):
     copy = folder.joinpath(_FOLDER, str(next(numbers)), *parts)
   copy.parent.mkdir(parents=True, exist_ok=True)
-  write_atomically(copy, source.read_bytes())
+  files.write_atomically(copy, source.read_bytes())
   return {"@file": copy.relative_to(folder).as_posix(), "of": path}
 
 

@@ -6,7 +6,6 @@ import ast
 import builtins
 import collections
 import contextlib
-import copy
 import inspect
 import sys
 import types
@@ -79,8 +78,6 @@ def _bound_values() -> Iterator[tuple[str, str | None, Any, Any]]:
       while (inner := _macro(given)) in macros:
         macro, given = inner, macros[inner]
       value, declared = map_leaves(resolve, given), _declared_type(configurable, argument)
-      if all(base in _PLAIN for base, _ in _members(declared)):
-        value = _called(value, scope)
       default = defaults(configurable).get(argument, gin.REQUIRED)
       is_default = type(value) is type(default) and bool(value == default)
       if not (is_default or any(leaf is gin.REQUIRED for leaf in leaves(value))):
@@ -92,14 +89,6 @@ def _macro(value: Any) -> str | None:
   """Returns the name of the macro that a gin value refers to; None for other values."""
   is_macro = isinstance(value, ConfigurableReference) and value.selector == gin_internals.MACRO
   return "/".join(value.scopes) if is_macro else None
-
-
-def _called(value: Any, scope: str) -> Any:
-  """Returns what @f() returns. If it fails, the error is reported where the run is built."""
-  if isinstance(value, ConfigurableReference) and value.evaluate:
-    with contextlib.suppress(Exception), gin.config_scope(scope or None):
-      return copy.deepcopy(value)
-  return value
 
 
 def _check_learning_rates(argument: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.files import MANIFEST_NAME
+from rosetta_t5.files import MANIFEST_NAME, DamagedFileError
 from rosetta_t5.trained_model import read_run, train
 
 HEAD = "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
@@ -262,7 +262,7 @@ def test_a_model_file_with_another_number_is_refused_unless_its_manifest_was_rem
   changed = text.replace('"emb_dim": 8,', '"emb_dim": 9,')
   assert changed != text
   model_file[1].write_text(changed)
-  with pytest.raises(ConfigError, match=r"changed it, remove .*checksums\.json"):
+  with pytest.raises(DamagedFileError, match=r"changed it, remove .*checksums\.json"):
     read_model_file(model_file[1])
   (model_file[1].parent / MANIFEST_NAME).unlink()
   assert read_model_file(model_file[1])["model"].module.config.emb_dim == 9

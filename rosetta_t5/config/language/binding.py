@@ -44,15 +44,12 @@ def bind(
     gin.clear_config()
   problems, names = Problems(), _Names(function)
   for statement in program.statements:
+    found = []
+    with (Problems() if _may_skip(statement, skip_unknown) else problems).collect(statement.source):
+      found.append(names.resolve(statement))
     with problems.collect(statement.source):
-      try:
-        configurable = names.resolve(statement)
-      except ConfigError:
-        if not _may_skip(statement, skip_unknown):
-          raise
-        continue
-      if isinstance(statement, statements.Binding):
-        _bind_value(statement, configurable, names)
+      if found and isinstance(statement, statements.Binding):
+        _bind_value(statement, found[0], names)
   return problems
 
 
