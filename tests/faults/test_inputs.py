@@ -206,7 +206,7 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
   Fault(
     "too few rows to evaluate",
     NEW + "sed -i 4q rows.jsonl; $TRAIN",
-    "has no example to evaluate",
+    "There are no examples in the split 'validation' of the task",
     keeps=False,
   ),
   # report, inspect, vocab, prepare
