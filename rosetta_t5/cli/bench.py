@@ -9,7 +9,6 @@ compilation and warmup; a group ends when the parameters of its last step are co
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import json
 import pathlib
@@ -165,7 +164,6 @@ def measure(
   return {
     **{name: value for name, value in vars(args).items() if value and not callable(value)},
     "device": f"{jax.device_count()} {device}",
-    "date": datetime.date.today().isoformat(),
     "step_ms": seconds * 1e3,
     "seq_per_s_per_device": rate,
     "tflops_per_device": rate * flops / 1e12,

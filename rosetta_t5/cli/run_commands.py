@@ -213,7 +213,7 @@ def _check(options: argparse.Namespace) -> int:
   from rosetta_t5.config import run_from_command_line
   from rosetta_t5.plan.description import describe_run
 
-  files = (f"--gin_file={file}" for file in options.files)
+  files = [f"--gin_file={file}" for file in options.files]
   argv = ["rosetta-t5 check", *files, *options.flags, "--dry_run"]
   run_from_command_line(None, argv, describe_run)
   return 0
@@ -264,13 +264,12 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(cfg, name) for name in (*_MACROS, "use_cached")}
   if not os.path.exists(first):
     return {"mixture_or_task_name": first}
-  vocabulary = None
-  if options.vocab:
-    vocabulary = import_seqio().SentencePieceVocabulary(options.vocab, extra_ids=100)
   how: dict[str, Any] = {"text": options.text}
   if options.inputs or options.targets:
     how = {"objective": "seq2seq", "inputs": options.inputs, "targets": options.targets}
-  return {"mixture_or_task_name": file_task(first, vocabulary=vocabulary, **how)}
+  if options.vocab:
+    how["vocabulary"] = import_seqio().SentencePieceVocabulary(options.vocab, extra_ids=100)
+  return {"mixture_or_task_name": file_task(first, **how)}
 
 
 def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
