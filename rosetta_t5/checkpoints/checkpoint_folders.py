@@ -152,7 +152,8 @@ def detect_checkpoint_type(
   path = epath.Path(checkpoint_path)
   found = find_checkpoint_type(path)
   if found is None:
-    raise ValueError(f"{path} is not a checkpoint: {describe(path)}")
+    error = ValueError(f"{path} is not a checkpoint: {describe(path)}")
+    raise unreadable_error(path, error) if step_of(path) is not None and path.is_dir() else error
   if expected not in (None, found):
     _log.warning("%s was expected to have the layout %s, but has %s", path, expected, found)
   return found
@@ -203,8 +204,7 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.is_file() and (found := _detect_by_index(index)):
       return found
-  has_tensorflow_index = path.is_dir() and any(path.glob("*.ckpt-*.index"))
-  is_tensorflow = has_tensorflow_index or epath.Path(f"{path}.index").exists()
+  is_tensorflow = any(path.glob("*.ckpt-*.index")) or epath.Path(f"{path}.index").exists()
   return CheckpointTypes.T5X_TF if is_tensorflow else None
 
 
@@ -250,20 +250,16 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
       the files.
   """
   is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
+  read = _READERS[detect_checkpoint_type(path)]
   try:
-    layout = detect_checkpoint_type(path)
-  except ValueError as error:
-    raise (unreadable_error(path, error) if is_step_folder else error) from None
-  try:
-    arrays = {name: as_stored_array(value) for name, value in _READERS[layout](path).items()}
+    arrays = {name: as_stored_array(value) for name, value in read(path).items()}
     step = stored_step(arrays) if is_step_folder else None
   except DAMAGE_ERRORS as error:
     raise unreadable_error(path, error) from error
   if step not in (None, step_of(path)):
     raise ValueError(
-      f"{path} contains the checkpoint of step {step}: the folder was renamed, copied or swapped with "
-      f"another. Rename it to {checkpoint_path('', step).name}, or, to restore a copy under another name, to "
-      "one that does not begin with checkpoint_"
+      f"{path} contains the checkpoint of step {step}. Rename it to {STEP_PREFIX}_{step}, or, to restore a "
+      f"copy, to a name that does not begin with {STEP_PREFIX}_"
     )
   return arrays
 
@@ -319,21 +315,15 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
   """
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
-  if _is_machine_error(error):
+  found = _OS_ERROR.search(str(error))
+  number = int(found[1]) if found else getattr(error, "errno", None)
+  is_remote = number is None and str(error).startswith(_REMOTE_ERRORS)
+  if is_remote or number not in (None, *_MISSING_FILE_ERRNOS):
     return ValueError(
       f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
-      "damaged, and nothing has been changed. Start again once the machine can read it"
+      "damaged. Start again once the machine can read it"
     )
   older = ", ".join(map(str, older_steps(folder))) or "none"
   return UnreadableCheckpointError(
     f"checkpoint {folder} cannot be read: {reason}. Older steps beside it: {older}."
   )
-
-
-def _is_machine_error(error: Exception) -> bool:
-  """Returns whether an error is about the machine's resources or permissions, not about the files."""
-  found = _OS_ERROR.search(str(error))
-  number = int(found[1]) if found else getattr(error, "errno", None)
-  if number is None:
-    return str(error).startswith(_REMOTE_ERRORS)
-  return number not in _MISSING_FILE_ERRNOS

@@ -15,7 +15,6 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.saved_items import PIN_FILE, is_pinned_checkpoint
 from rosetta_t5.files import MANIFEST_NAME, files_in, write_manifest
-from rosetta_t5.user_errors import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +64,10 @@ def show_arrays(path: epath.PathLike, state: bool = False) -> int:
   for name, array in sorted(shown.items()):
     shape = " x ".join(map(str, array.shape)) or "scalar"
     print(f"{name:<{width}}  {shape:>18}  {array.dtype.name}")
-  layout, step = checkpoint_folders.detect_checkpoint_type(folder), arrays.get("state/step")
+  layout = checkpoint_folders.detect_checkpoint_type(folder)
+  step = checkpoint_folders.stored_step(arrays)
   total = sum(array.size for array in params.values())
-  print(
-    f"{folder}: {layout.value}, step {'unknown' if step is None else int(step.get())}, "
-    f"{len(params)} parameters with {total:,} values"
-  )
-  if facts := checkpoint_folders.read_run_facts(folder) if folder.is_dir() else {}:
-    text = ", ".join(f"{key} = {value}" for key, value in facts.items())
-    print(f"run facts: {printable(text)}")
+  print(f"{folder}: {layout.value}, step {step}, {len(params)} parameters with {total:,} values")
   return 0
 
 

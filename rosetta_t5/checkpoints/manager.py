@@ -17,12 +17,6 @@ from etils import epath
 
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import checkpoint_folders, saved_items
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DATASET_ITEM,
-  STATE_ITEM,
-  unreadable_error,
-  verify_files,
-)
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
@@ -113,14 +107,8 @@ class OrbaxCheckpointManagerInterface:
     self._partitioner = partitioner
     self._dataset_iterator = dataset_iterator
     self._save_dtype, self._restore_dtype = save_dtype, restore_dtype
-    self._retention = saved_items.Retention(
-      self.directory,
-      keep,
-      force_keep_period,
-      metric_name_to_monitor,
-      metric_mode,
-      keep_checkpoints_without_metrics,
-    )
+    best = (metric_name_to_monitor, metric_mode, keep_checkpoints_without_metrics)
+    self._retention = saved_items.Retention(self.directory, keep, force_keep_period, *best)
     self._period = period
     self._checkpoint_steps = frozenset(checkpoint_steps or ())
     self._keep_dataset = keep_dataset_checkpoints
@@ -145,10 +133,8 @@ class OrbaxCheckpointManagerInterface:
   def begin_run(self, run_facts: Mapping[str, Any]) -> None:
     """Sets `run_facts`, and keeps the checkpoint that they name as the run's start."""
     self.run_facts = dict(run_facts)
-    base = run_facts.get(STARTED_FROM)
-    step = None if base is None else checkpoint_folders.step_of(base)
-    if step is not None and epath.Path(base).parent == self.directory:
-      self._retention.protected.add(step)
+    if (base := run_facts.get(STARTED_FROM)) is not None:
+      self._retention.protected.add(epath.Path(base))
 
   def should_save(self, step: int) -> bool:
     """Returns whether `step` is due by `period` or `checkpoint_steps` and not yet saved.
@@ -191,14 +177,12 @@ class OrbaxCheckpointManagerInterface:
         self.user_save = user_save
       return step in self._steps
     self.wait_until_finished()
-    transformations = state_transformation_fns or self.state_transformation_fns
-    state = saved_items.state_args(
-      train_state, self._partitioner, transformations, self._save_dtype
-    )
-    items: dict[str, Any] = {STATE_ITEM: state}
+    changes = state_transformation_fns or self.state_transformation_fns
+    state = saved_items.state_args(train_state, self._partitioner, changes, self._save_dtype)
+    items: dict[str, Any] = {checkpoint_folders.STATE_ITEM: state}
     self._pending_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
-      items[DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
+      items[checkpoint_folders.DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
     self._pending = step
     try:
       self._orbax_manager().save(step, args=ocp.args.Composite(**items), force=True)
@@ -273,17 +257,10 @@ class OrbaxCheckpointManagerInterface:
         fallback_state=fallback_state,
         state_transformation_fns=state_transformation_fns,
       )
-    has_iterator = self._dataset_iterator is not None
-    restore_dataset = restore_dataset and self.restores_dataset and has_iterator
-    verify_files(folder, with_dataset=restore_dataset)
-    restored = restore_train_state(
-      folder,
-      self._train_state,
-      self._partitioner,
-      fallback_state=fallback_state,
-      params_dtype=self._restore_dtype,
-      allow_unexpected=not self.strict,
-      transformations=state_transformation_fns,
+    restore_dataset &= self.restores_dataset and self._dataset_iterator is not None
+    checkpoint_folders.verify_files(folder, with_dataset=restore_dataset)
+    restored = self._restore(
+      folder, self.strict, fallback_state=fallback_state, transformations=state_transformation_fns
     )
     if restore_dataset:
       self._restore_dataset(folder)
@@ -299,21 +276,24 @@ class OrbaxCheckpointManagerInterface:
 
     `translator` renames its entries; None stands for the rules of T5 1.0 and 1.1.
     """
+    return self._restore(path_or_dir, strict, arrays=mesh_tf.read_arrays(path_or_dir, translator))
+
+  def _restore(self, path: epath.PathLike, strict: bool, **options: Any) -> TrainState:
     return restore_train_state(
-      path_or_dir,
+      path,
       self._train_state,
       self._partitioner,
       params_dtype=self._restore_dtype,
       allow_unexpected=not strict,
-      arrays=mesh_tf.read_arrays(path_or_dir, translator),
+      **options,
     )
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     args = saved_items.DatasetArgs(self._dataset_iterator)
     try:
-      self._dataset_handler().restore(folder / DATASET_ITEM, args)
+      self._dataset_handler().restore(folder / checkpoint_folders.DATASET_ITEM, args)
     except (OSError, KeyError) as error:
-      raise unreadable_error(folder, error) from error
+      raise checkpoint_folders.unreadable_error(folder, error) from error
     except ValueError as error:
       raise ValueError(
         f"{error}. To continue from this checkpoint and start the data from its beginning, set "
@@ -332,10 +312,11 @@ class OrbaxCheckpointManagerInterface:
     """Returns Orbax's manager. It is created on first use, because it creates the folder."""
     if self._writer is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
-      handlers: dict[str, Any] = {STATE_ITEM: ocp.PyTreeCheckpointHandler(use_compression=False)}
-      saved_items.end_run_if_a_write_fails(handlers[STATE_ITEM], self._failure)
+      handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+      saved_items.end_run_if_a_write_fails(handler, self._failure)
+      handlers: dict[str, Any] = {checkpoint_folders.STATE_ITEM: handler}
       if self._dataset_iterator is not None:
-        handlers[DATASET_ITEM] = self._dataset_handler()
+        handlers[checkpoint_folders.DATASET_ITEM] = self._dataset_handler()
       options = ocp.CheckpointManagerOptions(
         step_prefix=checkpoint_folders.STEP_PREFIX,
         preservation_policy=self._retention,
@@ -381,6 +362,6 @@ class OrbaxCheckpointManagerInterface:
     complete = ", ".join(map(str, self._steps)) or "none"
     return saved_items.CheckpointSaveError(
       f"checkpoint {checkpoint_folders.checkpoint_path(self.directory, step)} could not be saved: "
-      f"{reason_of(error)}. The steps of the complete checkpoints are: {complete}. If the disk is the "
-      "reason, free some space or set a writable MODEL_DIR; then start the run again"
+      f"{reason_of(error)}. The steps of the complete checkpoints are: {complete}. Free some space or "
+      "set a writable MODEL_DIR, then start the run again"
     )

@@ -14,12 +14,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints.arrays import state_dicts
-from rosetta_t5.checkpoints.arrays.lazy_arrays import (
-  StoredArray,
-  as_stored_array,
-  start_device_transfer,
-)
+from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import CheckpointMismatchError, convert_tree
 from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
@@ -148,7 +144,9 @@ def find_matching_arrays(
     for transform in transformations:
       state = transform(state, expected)
     found = state_dicts.flatten_arrays(state)
-  converted = convert_tree({name: as_stored_array(x) for name, x in found.items()}, wanted)
+  converted = convert_tree(
+    {name: lazy_arrays.as_stored_array(x) for name, x in found.items()}, wanted
+  )
   # As in T5X, values that the user's transformations do not use are ignored.
   allow_unexpected = allow_unexpected or any(
     fn is not state_dicts.resize_vocabulary for fn in transformations
@@ -296,7 +294,7 @@ def _transfer_to_devices(
     for name, array in arrays.items():
       while pending and sum(arrays[n].nbytes for n, _ in pending) + array.nbytes > _MAX_BYTES:
         finish_first()
-      pending.append((name, start_device_transfer(array, shardings[name])))
+      pending.append((name, lazy_arrays.start_device_transfer(array, shardings[name])))
     while pending:
       finish_first()
   return transferred

@@ -16,30 +16,12 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5.checkpoints import checkpoint_folders as folders
+from rosetta_t5.checkpoints import config
+from rosetta_t5.checkpoints import train_state_initializer as initializers
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  UnreadableCheckpointError,
-  checkpoint_path,
-  older_steps,
-  read_arrays,
-  read_run_facts,
-  step_of,
-)
-from rosetta_t5.checkpoints.config import (
-  CheckpointConfig,
-  RestoreCheckpointConfig,
-  SaveCheckpointConfig,
-  create_orbax_checkpoint_manager,
-  find_checkpoints,
-  get_first_valid_restore_config_and_paths,
-)
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.checkpoints.train_state_initializer import (
-  TrainStateInitializer,
-  get_fallback_state,
-  restore,
-)
 from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
@@ -88,11 +70,9 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         refusal = _lock(stack.enter_context(open(path, "a+")))
       except OSError as error:
-        refusal = (
-          f"cannot be written to ({error}): set it to a writable folder with space for checkpoints"
-        )
+        refusal = f"cannot be written to ({error}). Set it to a writable folder"
     if refusal := broadcast_text(refusal, f"run lock {model_dir}", _TIMEOUT_S):
-      raise ValueError(f"MODEL_DIR {os.fspath(model_dir)} {refusal} (--gin.MODEL_DIR=\"'...'\")")
+      raise ValueError(f"MODEL_DIR {model_dir} {refusal} (--gin.MODEL_DIR=\"'...'\")")
     yield
 
 
@@ -110,14 +90,13 @@ def _lock(file: Any) -> str:
     _log.warning("MODEL_DIR is not locked: %s", error.strerror)
   since = time.strftime("%Y-%m-%d %H:%M:%S %z")
   file.truncate(0)
-  file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
-  file.flush()
+  print(f"process {os.getpid()} on {socket.gethostname()}, since {since}", file=file, flush=True)
   return ""
 
 
 def find_start_checkpoint(
-  checkpoint_cfg: CheckpointConfig, model_dir: epath.PathLike, total_steps: int | None = None
-) -> tuple[RestoreCheckpointConfig | None, str | None]:
+  checkpoint_cfg: config.CheckpointConfig, model_dir: epath.PathLike, total_steps: int | None = None
+) -> tuple[config.RestoreCheckpointConfig | None, str | None]:
   """Returns what a training run in `model_dir` restores: a config and the path of one checkpoint.
 
   The latest checkpoint in `model_dir` is preferred to `checkpoint_cfg.restore`. (None, None) means
@@ -128,15 +107,15 @@ def find_start_checkpoint(
     ValueError: `checkpoint_cfg.restore` names several checkpoints, or none although it does not
       allow a start from scratch, or the run would end before it begins.
   """
-  save, given = checkpoint_cfg.save or SaveCheckpointConfig(), checkpoint_cfg.restore
-  own = RestoreCheckpointConfig(
+  save, given = checkpoint_cfg.save or config.SaveCheckpointConfig(), checkpoint_cfg.restore
+  own = config.RestoreCheckpointConfig(
     path=os.fspath(model_dir), mode="latest", dtype=save.dtype, restore_dataset=save.save_dataset
   )
-  cfg, paths = get_first_valid_restore_config_and_paths([own])
+  cfg, paths = config.get_first_valid_restore_config_and_paths([own])
   if not paths and given is not None and given.paths():
-    may_be_none = given.fallback_to_scratch
-    find = get_first_valid_restore_config_and_paths if may_be_none else find_checkpoints
-    cfg, paths = find([given])
+    cfg, paths = config.get_first_valid_restore_config_and_paths([given])
+    if not given.fallback_to_scratch:
+      config.find_checkpoints([given])
   if not paths:
     return None, None
   if len(paths) > 1:
@@ -144,15 +123,15 @@ def find_start_checkpoint(
       f"RestoreCheckpointConfig names {len(paths)} checkpoints ({', '.join(paths[:3])}, ...), but "
       "training starts from one: set mode = 'latest' or 'specific' and one path"
     )
-  step = step_of(paths[0]) or 0
+  step = folders.step_of(paths[0]) or 0
   if save.ignore_dataset_until is not None and step <= save.ignore_dataset_until:
     own.restore_dataset = False
   # A restart of a run that is complete is allowed.
   if total_steps is not None and step >= total_steps + (cfg is own):
     raise ValueError(
       f"TRAIN_STEPS (train.total_steps) must be more than {step}, the step of {paths[0]}, from which the "
-      f"run starts, got {total_steps}: it is the step at which the run ends. To train {total_steps} more "
-      f"steps, set TRAIN_STEPS = {step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps)"
+      f"run starts, got {total_steps}. To train {total_steps} more steps, set TRAIN_STEPS = "
+      f"{step + total_steps}, or TRAIN_STEPS_RELATIVE (train.relative_steps) = {total_steps}"
     )
   return cfg, paths[0]
 
@@ -165,10 +144,10 @@ def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dic
   """
   if restore_path is None or epath.Path(restore_path).parent != epath.Path(model_dir):
     return {}
-  paths = [checkpoint_path(model_dir, step) for step in reversed(older_steps(restore_path))]
-  for path in (restore_path, *paths):
+  steps = reversed(folders.older_steps(restore_path))
+  for path in (restore_path, *(folders.checkpoint_path(model_dir, step) for step in steps)):
     with contextlib.suppress(ValueError):
-      if facts := read_run_facts(path):
+      if facts := folders.read_run_facts(path):
         return facts
   return {}
 
@@ -183,12 +162,12 @@ def read_source_config(path: epath.PathLike) -> dict[str, Any]:
   if file.exists():
     return hugging_face_folder.read_config(file)
   with contextlib.suppress(ValueError):  # Damaged facts are reported by the restore.
-    return dict(read_run_facts(path).get(SOURCE_CONFIG) or {})
+    return dict(folders.read_run_facts(path).get(SOURCE_CONFIG) or {})
   return {}
 
 
 def check_model(
-  model: Any, digests: Mapping[str, str], restore_cfg: RestoreCheckpointConfig | None
+  model: Any, digests: Mapping[str, str], restore_cfg: config.RestoreCheckpointConfig | None
 ) -> None:
   """Checks that a model has the vocabularies and computes what its checkpoints were trained with.
 
@@ -204,16 +183,15 @@ def check_model(
     ValueError: a vocabulary differs, or the network has other settings. With `strict = False` different
       settings are logged.
   """
-  cfg, paths = get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
+  cfg, paths = config.get_first_valid_restore_config_and_paths([restore_cfg] if restore_cfg else [])
   for path in paths:
     trained: Mapping[str, str] = {}
     with contextlib.suppress(ValueError):  # raised again by the restore
-      trained = read_run_facts(path).get(VOCABULARIES) or {}
+      trained = folders.read_run_facts(path).get(VOCABULARIES) or {}
     if changed := [side for side in digests if trained.get(side, digests[side]) != digests[side]]:
       raise ValueError(
-        f"The model's vocabulary ({', '.join(changed)}) is not the one with which {path} was trained: "
-        "its file was replaced, or another was chosen. Use the original file. If you want the other "
-        "one, train and infer accept it with verify_matching_vocabs_fn = None"
+        f"The model's vocabulary ({', '.join(changed)}) is not the one with which {path} was trained. Use "
+        "the original file, or accept the other one with verify_matching_vocabs_fn = None"
       )
     if differences := list(_differing_settings(model, path)):
       lines = "\n  ".join(differences)
@@ -232,27 +210,25 @@ def _differing_settings(model: Any, path: str) -> Iterator[str]:
   file = epath.Path(path) / hugging_face_folder.CONFIG
   if not file.exists():
     return
-  config, network = hugging_face_folder.read_config(file), model.network_config
-  settings = hugging_face_folder.network_settings(file, config, to_plain_tree(read_arrays(path)))
+  stated, network = hugging_face_folder.read_config(file), model.network_config
+  arrays = to_plain_tree(folders.read_arrays(path))
+  settings = hugging_face_folder.network_settings(file, stated, arrays)
   for name, value in settings.items():
     given = getattr(network, name, value)  # A user's own network may lack the field.
     given = tuple(given) if isinstance(given, list) else given
     if name not in _FREE and given != value:
       yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"
-  expected, end = config.get("eos_token_id"), model.output_vocabulary.eos_id
-  is_shifted = hugging_face_folder.has_shifted_ids(config)
+  expected, end = stated.get("eos_token_id"), model.output_vocabulary.eos_id
+  is_shifted = hugging_face_folder.has_shifted_ids(stated)
   ends = [x for x in (expected if isinstance(expected, list) else [expected]) if x is not None]
   ends = [x + is_shifted for x in ends if x + is_shifted < settings["vocab_size"]]
   if ends and end is not None and end not in ends:
-    yield (
-      f"the vocabulary to the one of the folder, whose texts end with token {expected} (the end of this "
-      f"run's vocabulary is token {end - is_shifted})"
-    )
+    yield f"the folder's vocabulary, whose texts end with token {expected} (not {end - is_shifted})"
 
 
 def restore_for_inference(
   model: Any,
-  restore_cfg: RestoreCheckpointConfig,
+  restore_cfg: config.RestoreCheckpointConfig,
   partitioner: BasePartitioner,
   task_feature_lengths: Mapping[str, int],
 ) -> tuple[Any, Any]:
@@ -268,23 +244,23 @@ def restore_for_inference(
     ValueError: there is no checkpoint, or it belongs to another model.
   """
   lengths = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(task_feature_lengths)
-  initializer = TrainStateInitializer(
+  initializer = initializers.TrainStateInitializer(
     optimizer_def=None,
     init_fn=model.get_initial_variables,
     input_shapes={name: (1, length) for name, length in lengths.items()},
     partitioner=partitioner,
   )
-  find_checkpoints([restore_cfg])
+  config.find_checkpoints([restore_cfg])
   return initializer.from_checkpoint([restore_cfg]), initializer.train_state_axes
 
 
 def create_checkpoint_manager_and_restore(
-  train_state_initializer: TrainStateInitializer,
+  train_state_initializer: initializers.TrainStateInitializer,
   partitioner: BasePartitioner,
-  restore_checkpoint_cfg: RestoreCheckpointConfig | None,
+  restore_checkpoint_cfg: config.RestoreCheckpointConfig | None,
   restore_path: str | None,
   fallback_init_rng: jax.Array | None,
-  save_checkpoint_cfg: SaveCheckpointConfig | None = None,
+  save_checkpoint_cfg: config.SaveCheckpointConfig | None = None,
   model_dir: epath.PathLike | None = None,
   ds_iter: Any = None,
   use_orbax: bool = False,
@@ -309,7 +285,7 @@ def create_checkpoint_manager_and_restore(
   del use_orbax
   if save_checkpoint_cfg is None and restore_path is None:
     return None, None
-  manager = create_orbax_checkpoint_manager(
+  manager = config.create_orbax_checkpoint_manager(
     save_cfg=save_checkpoint_cfg,
     restore_cfg=restore_checkpoint_cfg,
     train_state=train_state_initializer.global_train_state_shape,
@@ -320,7 +296,8 @@ def create_checkpoint_manager_and_restore(
   cfg = restore_checkpoint_cfg
   if restore_path is None or cfg is None:
     return None, manager
-  fallback_state = get_fallback_state(cfg, train_state_initializer.from_scratch, fallback_init_rng)
+  init = train_state_initializer.from_scratch
+  fallback_state = initializers.get_fallback_state(cfg, init, fallback_init_rng)
   state = _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir)
   return state, manager
 
@@ -328,7 +305,7 @@ def create_checkpoint_manager_and_restore(
 def _restore_latest_undamaged(
   manager: OrbaxCheckpointManagerInterface,
   path: str,
-  cfg: RestoreCheckpointConfig,
+  cfg: config.RestoreCheckpointConfig,
   fallback_state: Mapping[str, Any] | None,
   model_dir: epath.PathLike | None,
 ) -> Any:
@@ -336,19 +313,19 @@ def _restore_latest_undamaged(
   while True:
     state, damage = None, ""
     try:
-      state = restore(manager, path, cfg, fallback_state)
-    except UnreadableCheckpointError as error:
+      state = initializers.restore(manager, path, cfg, fallback_state)
+    except folders.UnreadableCheckpointError as error:
       damage = str(error)
     # A process sees only damage in its part.
     damages = allgather_text(damage, f"restored {path}", _TIMEOUT_S)
     if not any(damages):
       return state
-    folder, older = epath.Path(path), older_steps(path)
+    folder, older = epath.Path(path), folders.older_steps(path)
     is_own = model_dir is not None and folder.parent == epath.Path(model_dir)
     damage = next(filter(None, damages))
     if not (is_own and cfg.mode == "latest" and older):
-      raise UnreadableCheckpointError(damage)
-    path = os.fspath(checkpoint_path(folder.parent, older[-1]))
+      raise folders.UnreadableCheckpointError(damage)
+    path = os.fspath(folders.checkpoint_path(folder.parent, older[-1]))
     if jax.process_index() == 0:
       renamed = folder.with_name(f"damaged_{folder.name}")
       if renamed.exists():  # A checkpoint of this step was damaged, and written again, before.

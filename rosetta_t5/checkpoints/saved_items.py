@@ -20,11 +20,7 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import check_one_of
-from rosetta_t5.checkpoints.arrays.state_dicts import (
-  flatten_arrays,
-  flatten_state_dict,
-  unflatten_state_dict,
-)
+from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, checkpoint_path
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error
@@ -86,9 +82,9 @@ def state_args(
   """
   state_dict = train_state.state_dict()
   if transformations:
-    axes = flatten_state_dict(partitioner.get_mesh_axes(train_state).state_dict())
-    flat = flatten_state_dict(state_dict)
-    infos: Any = unflatten_state_dict(
+    axes = state_dicts.flatten_state_dict(partitioner.get_mesh_axes(train_state).state_dict())
+    flat = state_dicts.flatten_state_dict(state_dict)
+    infos: Any = state_dicts.unflatten_state_dict(
       {name: ParameterInfo(name, np.shape(leaf), axes.get(name)) for name, leaf in flat.items()}
     )
     for transform in transformations:
@@ -96,14 +92,15 @@ def state_args(
   replicated = NamedSharding(partitioner.mesh, PartitionSpec())
   leaves = {
     name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, replicated)
-    for name, leaf in flatten_arrays(state_dict).items()
+    for name, leaf in state_dicts.flatten_arrays(state_dict).items()
   }
   save_args = {
     name: ocp.SaveArgs(dtype=leaf_dtype(name, leaf.dtype, params_dtype))
     for name, leaf in leaves.items()
   }
   return ocp.args.PyTreeSave(
-    item=unflatten_state_dict(leaves), save_args=unflatten_state_dict(save_args)
+    item=state_dicts.unflatten_state_dict(leaves),
+    save_args=state_dicts.unflatten_state_dict(save_args),
   )
 
 
@@ -167,17 +164,6 @@ def dataset_filename(shard_id: int, num_shards: int) -> str:
   return f"{DATASET_PREFIX}-{shard_id:03}-of-{num_shards:03}"
 
 
-@dataclasses.dataclass
-class DatasetArgs(ocp.args.CheckpointArgs):
-  """Orbax's arguments of DatasetCheckpointHandler.
-
-  Attributes:
-    item: an iterator with `save` and `restore`.
-  """
-
-  item: Any = None
-
-
 class DatasetCheckpointHandler(ocp.CheckpointHandler):
   """Stores and restores the position of an iterator with `save(filename)` and `restore(filename)`.
 
@@ -214,17 +200,23 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
       if not (found and getattr(args.item, "is_shard_independent", False)):
         raise ValueError(
           f"checkpoint {folder.parent} contains no dataset position {filename!r} for this process (it has "
-          f"{', '.join(found) or 'none'}): the run that wrote it did not save its dataset, or read it in "
-          "another number of shards (hosts)"
+          f"{', '.join(found) or 'none'}): its run saved none, or had another number of hosts"
         )
       filename = found[0]
     args.item.restore(os.fspath(folder / filename))
     return args.item
 
 
-ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)(
-  DatasetArgs
-)
+@ocp.args.register_with_handler(DatasetCheckpointHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class DatasetArgs(ocp.args.CheckpointArgs):
+  """Orbax's arguments of DatasetCheckpointHandler.
+
+  Attributes:
+    item: an iterator with `save` and `restore`.
+  """
+
+  item: Any = None
 
 
 @dataclasses.dataclass
@@ -240,7 +232,7 @@ class Retention:
       'inference_eval/glue_cola_v002/eval/accuracy'.
     mode: 'max' if larger values are better, 'min' if smaller values are.
     keep_unknown: whether checkpoints without a value of the metric are kept.
-    protected: steps that are always kept, such as the one that a run started from.
+    protected: checkpoints that are always kept, such as the one that a run started from.
   """
 
   directory: epath.PathLike
@@ -249,15 +241,14 @@ class Retention:
   metric: str | None = None
   mode: str = "max"
   keep_unknown: bool = True
-  protected: set[int] = dataclasses.field(default_factory=set)
+  protected: set[epath.Path] = dataclasses.field(default_factory=set)
 
   def __post_init__(self) -> None:
     check_one_of("metric_mode", self.mode, ("max", "min"))
     if self.metric is not None and "/" not in self.metric:
       raise ValueError(
-        f"metric_name_to_monitor must be RUN/TAG, got {self.metric!r}. RUN is the folder of "
-        "TensorBoard's files under MODEL_DIR and TAG the name of the metric in them, as in "
-        "'train/accuracy'"
+        "metric_name_to_monitor must be RUN/TAG, a folder of TensorBoard's files under MODEL_DIR and a "
+        f"metric in them, such as 'train/accuracy', got {self.metric!r}"
       )
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
@@ -279,10 +270,7 @@ class Retention:
       return set()
     values = populate_metrics_for_steps(self.directory, self.metric, older)
     if not values:
-      _log.warning(
-        f"TensorBoard's files under {self.directory} have no value of {self.metric!r} "
-        "(metric_name_to_monitor) for any checkpoint"
-      )
+      _log.warning("metric_name_to_monitor: no checkpoint has a value of %r", self.metric)
     if self.keep_unknown:
       older = [step for step in older if step in values]
     sign = 1 if self.mode == "max" else -1
@@ -292,9 +280,9 @@ class Retention:
     return set(worst_first[: max(0, len(older) - self.keep)])
 
   def _is_always_kept(self, step: int) -> bool:
+    folder = checkpoint_path(self.directory, step)
     is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
-    is_pinned = is_pinned_checkpoint(checkpoint_path(self.directory, step))
-    return step in self.protected or is_multiple or is_pinned
+    return is_multiple or folder in self.protected or is_pinned_checkpoint(folder)
 
 
 def pinned_checkpoint_filepath(ckpt_dir: epath.PathLike) -> str:

@@ -13,11 +13,7 @@ from flax.core import freeze
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints.config import (
-  RestoreCheckpointConfig,
-  create_orbax_checkpoint_manager,
-  get_first_valid_restore_config_and_paths,
-)
+from rosetta_t5.checkpoints import config
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.axis_rules import partition_specs_of
@@ -160,7 +156,7 @@ class TrainStateInitializer:
 
   def from_checkpoints(
     self,
-    restore_cfgs: Sequence[RestoreCheckpointConfig],
+    restore_cfgs: Sequence[config.RestoreCheckpointConfig],
     ds_iter: Any = None,
     init_rng: jax.Array | None = None,
   ) -> Iterator[tuple[TrainState, str]]:
@@ -171,10 +167,10 @@ class TrainStateInitializer:
       ds_iter: the iterator whose position is also restored if the config has restore_dataset = True.
       init_rng: for values that the checkpoint lacks, if the config allows that.
     """
-    cfg, paths = get_first_valid_restore_config_and_paths(restore_cfgs)
+    cfg, paths = config.get_first_valid_restore_config_and_paths(restore_cfgs)
     if cfg is None:
       return
-    manager = create_orbax_checkpoint_manager(
+    manager = config.create_orbax_checkpoint_manager(
       restore_cfg=cfg,
       train_state=self.global_train_state_shape,
       partitioner=self._partitioner,
@@ -186,7 +182,7 @@ class TrainStateInitializer:
 
   def from_checkpoint(
     self,
-    ckpt_cfgs: Sequence[RestoreCheckpointConfig],
+    ckpt_cfgs: Sequence[config.RestoreCheckpointConfig],
     *,
     ds_iter: Any = None,
     init_rng: jax.Array | None = None,
@@ -196,17 +192,18 @@ class TrainStateInitializer:
     Raises:
       ValueError: they name more than one.
     """
-    _, paths = get_first_valid_restore_config_and_paths(ckpt_cfgs)
+    _, paths = config.get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
-      raise ValueError(
-        f"Expected at most 1 checkpoint, got {len(paths)}: {', '.join(paths[:5])}. Set "
-        "RestoreCheckpointConfig.path to one of them and mode = 'specific'"
-      )
+      raise ValueError(f"Expected at most 1 checkpoint, got {len(paths)}: {', '.join(paths[:5])}")
     states = self.from_checkpoints(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return next((state for state, _ in states), None)
 
   def from_checkpoint_or_scratch(
-    self, ckpt_cfgs: Sequence[RestoreCheckpointConfig], *, init_rng: jax.Array, ds_iter: Any = None
+    self,
+    ckpt_cfgs: Sequence[config.RestoreCheckpointConfig],
+    *,
+    init_rng: jax.Array,
+    ds_iter: Any = None,
   ) -> TrainState:
     """Returns the train state of `from_checkpoint`, or if there is none, of `from_scratch`."""
     state = self.from_checkpoint(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
@@ -216,7 +213,7 @@ class TrainStateInitializer:
 def restore(
   checkpoint_manager: OrbaxCheckpointManagerInterface,
   paths: str | Sequence[str],
-  restore_cfg: RestoreCheckpointConfig,
+  restore_cfg: config.RestoreCheckpointConfig,
   fallback_state: Mapping[str, Any] | None = None,
 ) -> Any:
   """Returns the train state of the checkpoint at `paths`, or a list of states for several paths.
@@ -236,7 +233,7 @@ def restore(
 
 
 def get_fallback_state(
-  restore_cfg: RestoreCheckpointConfig | None,
+  restore_cfg: config.RestoreCheckpointConfig | None,
   init_fn: Callable[[jax.Array], TrainState],
   init_rng: jax.Array | None,
 ) -> dict[str, Any] | None:
@@ -249,7 +246,6 @@ def get_fallback_state(
     return None
   if init_rng is None:
     raise ValueError(
-      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key for the initialization: "
-      "give fallback_init_rng (of evaluate or infer), or set fallback_to_scratch to False"
+      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key: give fallback_init_rng"
     )
   return init_fn(init_rng).state_dict()

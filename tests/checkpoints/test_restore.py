@@ -18,6 +18,7 @@ from rosetta_t5.checkpoints import (
   read_run_facts,
   restore,
 )
+from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import start_device_transfer
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step
 from rosetta_t5.files import MANIFEST_NAME, DamagedFileError, write_manifest
@@ -129,7 +130,7 @@ def test_arrays_are_read_into_aligned_memory_that_cpu_devices_need_not_copy(setu
 
 def test_the_size_of_concurrent_reads_is_limited(setup, three_steps, monkeypatch):
   monkeypatch.setattr(restore, "_MAX_BYTES", 100)
-  begin, pending, most = restore.start_device_transfer, set(), []
+  begin, pending, most = lazy_arrays.start_device_transfer, set(), []
 
   def count(array, sharding):
     finish = begin(array, sharding)
@@ -137,7 +138,7 @@ def test_the_size_of_concurrent_reads_is_limited(setup, three_steps, monkeypatch
     most.append(len(pending))
     return lambda: pending.discard(array) or finish()
 
-  monkeypatch.setattr(restore, "start_device_transfer", count)
+  monkeypatch.setattr(lazy_arrays, "start_device_transfer", count)
   state = setup.manager(three_steps).restore()
   jax.tree.map(np.testing.assert_array_equal, state, setup.state(step=3))
   assert not pending

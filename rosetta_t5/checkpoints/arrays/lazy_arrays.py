@@ -62,10 +62,6 @@ class LazyArray(abc.ABC):
     del copy
     return np.asarray(self.get(), dtype)
 
-  def __repr__(self) -> str:
-    """Returns the shape and dtype."""
-    return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype})"
-
 
 class LazyThreadPoolArray(LazyArray):
   """A lazy array whose `get_fn` blocks; `get_async` calls it in a thread."""
@@ -145,6 +141,15 @@ def scale(array: StoredArray, factor: float) -> StoredArray:
     return (array.read(index).astype(np.float64) * factor).astype(array.dtype)
 
   return StoredArray(array.shape, array.dtype, read, array.sliceable)
+
+
+def extrapolate(y: StoredArray, z: StoredArray, b1: float) -> StoredArray:
+  """Returns (y − (1 − b1)·z) / b1."""
+
+  def read(index: Index) -> np.ndarray:
+    return (y.read(index) - (1 - b1) * z.read(index)) / b1
+
+  return StoredArray(y.shape, y.dtype, read, y.sliceable and z.sliceable)
 
 
 def reshape(array: StoredArray, shape: Sequence[int]) -> StoredArray:

@@ -125,14 +125,10 @@ def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray
   """Returns parameters of the plain tree in the scalable tree, with a bias for each layer."""
   expected: dict[str, Any] = {}
   for name, array in arrays.items():
-    layer, shared = _LAYER.fullmatch(name), _SHARED_BIAS.fullmatch(name)
-    if layer is not None:
-      side, rest = layer[2], layer[4]
-    elif shared is not None:
-      side, rest = shared[2], shared[3]
-    else:
+    if not (match := _LAYER.fullmatch(name) or _SHARED_BIAS.fullmatch(name)):
       expected[name] = array
       continue
+    side, rest = match[2], match[match.lastindex or 0]
     inner = _shape_by_heads(name, array, arrays, side)
     layers = _num_layers(arrays, "target/", side)
     shape = (*inner[:SCAN_AXIS], layers, *inner[SCAN_AXIS:])
@@ -188,8 +184,12 @@ def _assemble(
     parts = [_reshape_heads(name, source, inner) for source in sources]
     # Layers of another shape are left as they are, so that the comparison shows them.
     return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
-  if len(sources) > 1:
-    _check_biases_are_equal(name, sources)
+  if len(sources) > 1 and any(np.any(x.get() != sources[0].get()) for x in sources[1:]):
+    raise CheckpointMismatchError(
+      f"{name} is one relative bias for all layers, but those of the checkpoint's {len(sources)} layers "
+      "differ, so it is not a checkpoint of this model. Restore it into a model with one bias per layer: "
+      "the scalable T5 (t5x.examples.scalable_t5.network)"
+    )
   return _reshape_heads(name, sources[0], shape)
 
 
@@ -198,17 +198,6 @@ def _reshape_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> Sto
   if _HEADS_KERNEL.fullmatch(name) and array.size == math.prod(shape):
     return reshape(array, shape)
   return array
-
-
-def _check_biases_are_equal(name: str, biases: list[StoredArray]) -> None:
-  first = biases[0].get()
-  differing = [i for i, bias in enumerate(biases) if not np.array_equal(bias.get(), first)]
-  if differing:
-    raise CheckpointMismatchError(
-      f"{name} is one relative bias for all layers, but the checkpoint has {len(biases)} that differ "
-      f"(layer {differing[0]} from layer 0), so it is not a checkpoint of this model. Restore it into "
-      "a model with one bias per layer: the scalable T5 (t5x.examples.scalable_t5.network)"
-    )
 
 
 def _shape_by_heads(

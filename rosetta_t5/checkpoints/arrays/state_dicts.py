@@ -6,7 +6,6 @@ another number of tokens (`resize_vocabulary`) or replaced by their averages (`w
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,8 @@ from flax import serialization, traverse_util
 from flax.core import unfreeze
 
 from rosetta_t5.argument_types import near_hint
-from rosetta_t5.checkpoints.arrays.lazy_arrays import (
-  Index,
-  StoredArray,
-  as_stored_array,
-  concatenate,
-  repeat,
-  slice_axis,
-)
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 
 _SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
 AssignmentMap = Sequence[tuple[str, str | None]]
@@ -96,8 +89,8 @@ def merge_state(
     from_scratch_state: the state that provides the missing leaves.
     overwrite: prefer the leaves of `from_scratch_state`.
   """
-  state = flatten_state_dict(state_dict, keep_empty_nodes=True)
-  scratch = flatten_state_dict(from_scratch_state, keep_empty_nodes=True)
+  both = (state_dict, from_scratch_state)
+  state, scratch = (flatten_state_dict(each, keep_empty_nodes=True) for each in both)
   return unflatten_state_dict(state | scratch if overwrite else scratch | state)
 
 
@@ -182,7 +175,7 @@ def upcycle(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str,
   for name in filter(_EXPERT.fullmatch, flat.keys() & wanted.keys()):
     shape = wanted[name].shape
     if flat[name].shape == shape[1:]:
-      flat[name] = repeat(as_stored_array(flat[name]), shape[0])
+      flat[name] = lazy_arrays.repeat(as_stored_array(flat[name]), shape[0])
   return unflatten_state_dict(flat)
 
 
@@ -211,15 +204,12 @@ def _resize(name: str, array: StoredArray, shape: tuple[int, ...], axis: int) ->
   rows, needed = array.shape[axis], shape[axis]
   if rows == needed:
     return array
-  change = f"the last {rows - needed} of its {rows} rows are left out"
-  if rows < needed:
-    change = f"{needed - rows} rows are added to its {rows}, with their mean as values"
-  _log.warning("%s: %s (resize_vocabulary)", name, change)
+  _log.warning("%s: %d rows instead of %d (resize_vocabulary)", name, needed, rows)
   if rows > needed:
-    return slice_axis(array, axis, 0, needed)
+    return lazy_arrays.slice_axis(array, axis, 0, needed)
   mean = array.get().astype(np.float32).mean(axis, keepdims=True).astype(array.dtype)
   added = as_stored_array(np.repeat(mean, needed - rows, axis))
-  return concatenate([array, added], axis)
+  return lazy_arrays.concatenate([array, added], axis)
 
 
 def with_averages(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
@@ -234,11 +224,6 @@ def with_averages(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
     for name in [name for name in arrays if name.startswith(f"{prefix}z/")]:
       target = f"target/{name.removeprefix(f'{prefix}z/')}"
       y, z = arrays[target], arrays[name]
-      read = functools.partial(_extrapolate, y, z, b1)
-      averaged[target] = StoredArray(y.shape, y.dtype, read, y.sliceable and z.sliceable)
+      averaged[target] = lazy_arrays.extrapolate(y, z, b1)
   averages = ((match[1], match[0]) for match in map(_AVERAGE.fullmatch, arrays) if match)
   return averaged | {f"target/{parameter}": arrays[name] for parameter, name in averages}
-
-
-def _extrapolate(y: StoredArray, z: StoredArray, b1: float, index: Index) -> np.ndarray:
-  return (y.read(index) - (1 - b1) * z.read(index)) / b1
