@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from absl import logging
 from clu.data import dataset_iterator
 from etils import epath
 
@@ -76,8 +75,6 @@ def get_dataset_inner(
   provider = dataset_config.find_checked_task(cfg, converter)
   if num_epochs is None:
     _check_not_empty(cfg, provider, shard_info)
-  batch_size = cfg.batch_size // shard_info.num_shards
-  logging.info("Dataset '%s': seed %s, %d examples per shard", cfg.name, seed, batch_size)
   dataset = dataset_config.read_task(
     cfg,
     provider,
@@ -90,7 +87,7 @@ def get_dataset_inner(
   for preprocess in cfg.runtime_preprocessors or ():
     dataset = preprocess(dataset)
   dataset = converter(dataset, task_feature_lengths=cfg.task_feature_lengths)
-  return dataset.batch(batch_size, drop_remainder=True)
+  return dataset.batch(cfg.batch_size // shard_info.num_shards, drop_remainder=True)
 
 
 def get_training_eval_datasets(
