@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,8 +53,6 @@ def parse_gin_flags(
   problems.raise_if_any()
   if finalize_config:
     gin.finalize()
-  for line in gin.config_str().splitlines():
-    logging.getLogger(__name__).info("%s", line)
 
 
 def configure(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:

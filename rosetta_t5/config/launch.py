@@ -86,13 +86,9 @@ def read_macros(argv: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
   command = parse_command_line(argv)
   bind(command.read_program(), _select_run(command)).raise_if_any()
   bound = all_bindings()
-  macros = {
-    name: bound[name, "gin.macro"]["value"] for name in names if (name, "gin.macro") in bound
-  }
+  found = {n: bound[n, "gin.macro"]["value"] for n in names if (n, "gin.macro") in bound}
   try:
-    return {
-      name: copy.deepcopy(value) for name, value in macros.items()
-    }  # gin calls @f() when it is copied
+    return copy.deepcopy(found)  # gin calls @f() when it is copied
   finally:
     gin.clear_config()
 
