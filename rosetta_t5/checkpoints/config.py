@@ -194,13 +194,12 @@ def create_orbax_checkpoint_manager(
     model_dir: the folder of checkpoints; None for the path of `restore_cfg`.
 
   Raises:
-    ValueError: there is no folder, or Orbax cannot save into it.
+    ValueError: Orbax cannot save into the folder.
   """
   save = save_cfg or SaveCheckpointConfig()
   load = restore_cfg or RestoreCheckpointConfig(path=None)
   directory = model_dir or next(iter(load.paths()), None)
-  if directory is None:
-    raise ValueError("a checkpoint manager needs a folder: set MODEL_DIR or the path to restore")
+  assert directory is not None, "a checkpoint manager needs a MODEL_DIR or a path to restore"
   if save_cfg is not None and set("*?[]\\").intersection(os.fspath(directory)):
     raise ValueError(
       f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
@@ -210,15 +209,14 @@ def create_orbax_checkpoint_manager(
   saver: Any = save.checkpointer_cls and save.checkpointer_cls(
     **state, checkpoints_dir=os.fspath(directory)
   )
-  saving: dict[str, Any] = {}
-  if save_cfg is not None:
-    names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
-    saving = {"save_dtype": save.dtype, **{name: getattr(save, name) for name in names}}
-    saving |= saver.manager_options() if hasattr(saver, "manager_options") else {}
+  names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
+  saving = {name: getattr(save, name) for name in names}
+  saving |= saver.manager_options() if hasattr(saver, "manager_options") else {}
   manager = (save_cfg or load).checkpoint_manager_cls(
     directory=directory,
     **state,
     dataset_iterator=ds_iter if save.save_dataset or load.restore_dataset else None,
+    save_dtype=save.dtype,
     restore_dtype=load.dtype,
     **saving,
   )
@@ -227,13 +225,16 @@ def create_orbax_checkpoint_manager(
   manager.strict, manager.restores_dataset = load.strict, load.restore_dataset
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
-  if load.checkpointer_cls is not None:
-    iterator = ds_iter if load.restore_dataset else None
-    restorer = load.checkpointer_cls(
-      **state, checkpoints_dir="", dataset_iterator=iterator, restore_dtype=load.dtype
-    )
-    manager.user_restore = _overridden(restorer, "restore")
+  manager.user_restore = _user_restore(load, {**state, "dataset_iterator": ds_iter})
   return manager
+
+
+def _user_restore(cfg: RestoreCheckpointConfig, state: dict[str, Any]) -> Any:
+  """Returns the `restore` of a user's checkpointer; None if there is none, or it is T5X's."""
+  if not cfg.restore_dataset:
+    state["dataset_iterator"] = None
+  make: Any = cfg.checkpointer_cls or (lambda **_: None)
+  return _overridden(make(**state, checkpoints_dir="", restore_dtype=cfg.dtype), "restore")
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:

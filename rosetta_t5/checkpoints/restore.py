@@ -200,34 +200,34 @@ def _find_restorable(
   """
   has_state = any(map(_is_optimizer_state, stored))
   mismatches = find_mismatches(stored, expected)
-  only_state_differs = mismatches and all(_is_optimizer_state(m.name) for m in mismatches)
-  if has_state and only_state_differs and not allow_missing:
+  omitted = {mismatch.name for mismatch in mismatches}
+  only_state_differs = has_state and omitted and all(map(_is_optimizer_state, omitted))
+  if only_state_differs and not allow_missing:
     _log.warning(
       f"checkpoint {path} was written with a different OPTIMIZER, or with layers that were stacked otherwise: "
       f"its optimizer state is not used, and this run's is initialized\n{_table(mismatches)}"
     )
     return {name for name in expected if not _is_optimizer_state(name)}
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
-  # What is initialized wherever the checkpoint differs.
-  initialized = (
-    *_FP8_COLLECTIONS,
-    *((_OPTIMIZER_STATE,) if allow_missing or not has_state else ()),
-  )
-  initialized += () if has_state else ("state/step",)
-  refused = [
-    m for m in mismatches if not (m.name.startswith(initialized) or allowed.get(m.problem))
-  ]
-  if refused:
+  initialized = _initialized_prefixes(has_state, allow_missing)
+  differing = (m for m in mismatches if not m.name.startswith(initialized))
+  if refused := [m for m in differing if not allowed.get(m.problem)]:
     raise mismatch_error(path, refused)
-  omitted = {mismatch.name for mismatch in mismatches}
   if omitted - {"state/step"}:  # A folder of Hugging Face has no step, and inference needs none.
     _log.warning(
       f"checkpoint {path} does not match: what it lacks is initialized, and what only it has is not used "
       f"({_summary(mismatches)}, such as {mismatches[0].name})"
     )
   # A parameter's optimizer state is restored as a whole or not at all.
-  incomplete = {name.rpartition("/")[0] for name in omitted if _is_optimizer_state(name)}
+  incomplete = {name.rpartition("/")[0] for name in filter(_is_optimizer_state, omitted)}
   return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
+
+
+def _initialized_prefixes(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
+  """Returns the beginnings of the names that are initialized wherever the checkpoint differs."""
+  if not has_state:
+    return (*_FP8_COLLECTIONS, _OPTIMIZER_STATE, "state/step")
+  return (*_FP8_COLLECTIONS, _OPTIMIZER_STATE) if allow_missing else _FP8_COLLECTIONS
 
 
 def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMismatchError:
