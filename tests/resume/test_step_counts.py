@@ -78,7 +78,7 @@ def test_relative_steps_continue_a_run_that_had_none(tmp_path):
 def test_total_steps_below_the_step_of_the_checkpoint_are_refused(pretrained, tmp_path):
   for steps in (1, 2):
     with pytest.raises(
-      ValueError, match=rf"more than 2, .*checkpoint_2, .* got {steps}: .*RELATIVE"
+      ValueError, match=rf"more than 2, .*checkpoint_2, .* got {steps}\. .*RELATIVE"
     ):
       train(tmp_path, steps, start=pretrained)
   with pytest.raises(
