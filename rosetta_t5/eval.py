@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -110,80 +110,62 @@ def evaluate(
   )
 
   # Checkpoints that are yet to be evaluated.
-  evaluated = _EvaluatedCheckpoints(output_dir, dataset_cfg.name)
+  evaluated_file = epath.Path(output_dir) / f"eval.{dataset_cfg.name}.ckpt"  # as in T5X
+  evaluated = evaluated_file.read_text().splitlines() if evaluated_file.exists() else []
   restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
   checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
-  log_model_info(
-    os.path.join(output_dir, "model-info.txt"), initializer.global_train_state_shape, partitioner
-  )
+  state_axes = initializer.train_state_axes
+  info_file = os.path.join(output_dir, "model-info.txt")
+  log_model_info(info_file, initializer.global_train_state_shape, partitioner)
 
   # The loss, if it is evaluated too.
-  loss_evaluation = LossEvaluation(
-    cfg=dataset_cfg if training_evaluator_cls is not None else None,
-    get_datasets=train_eval_get_dataset_fn,
-    num_batches=None,
-    model=model,
-    partitioner=partitioner,
-  )
   trainer = None
   if training_evaluator_cls is not None:
-    state_axes = initializer.train_state_axes
+    loss_evaluation = LossEvaluation(
+      dataset_cfg, train_eval_get_dataset_fn, None, model, partitioner
+    )
     trainer = _make_trainer(training_evaluator_cls, loss_evaluation, state_axes, output_dir)
 
   samples = SampleLog(num_eval_samples, output_dir)
   results: dict[int, Values] = {}
+  table: dict[int, dict[str, Any]] = {}
   init_rng = None if fallback_init_rng is None else jax.random.PRNGKey(fallback_init_rng)
-  with Watchdog() as watchdog:
+  with Watchdog() as watchdog, explain_out_of_memory(INFERENCE):
     # One phase for everything: only the first process computes metrics, which may take long.
     watchdog.set_phase("evaluating checkpoints")
-    states = initializer.from_checkpoints([restore_cfg], init_rng=init_rng)
-    for state, path in _restore_each(states):
-      started = time.monotonic()
+    for state, path in initializer.from_checkpoints([restore_cfg], init_rng=init_rng):
+      started, step = time.monotonic(), int(state.step)
       if trainer is not None:
         trainer.train_state = state
-        with explain_out_of_memory(INFERENCE):
-          loss_evaluation.run(trainer)
-      with explain_out_of_memory(INFERENCE):
-        metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
-      results[int(state.step)] = plain_numbers(metrics)
+        loss_evaluation.run(trainer)
+      results[step] = plain_numbers(evaluator.evaluate(state, state_axes).result())
       counts = evaluator.num_examples()
-      _write_results(
-        output_dir, int(state.step), dataset_cfg.split, counts, results[int(state.step)]
-      )
-      samples.write(int(state.step), evaluator.samples)
-      evaluated.add(path)
+      table[step] = {
+        task: {"examples": counts[task], **values} for task, values in results[step].items()
+      }
+      samples.write(step, evaluator.samples)
+      evaluated = [*dict.fromkeys([*evaluated, path])]
+      if jax.process_index() == 0:  # Other processes have no metrics.
+        _write_results(output_dir, step, dataset_cfg.split, table[step])
+        evaluated_file.write_text("\n".join(evaluated))
       duration = terminal.format_duration(time.monotonic() - started)
       terminal.print_line(f"evaluated {path} in {duration}")
   evaluator.close()
   if trainer is not None:
     trainer.close()
   if results:
-    terminal.print_line(format_metrics_table(_with_counts(results, counts)))
+    terminal.print_line(format_metrics_table(table))
     terminal.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
   return results
 
 
-def _with_counts(results: Mapping[int, Values], counts: Mapping[str, int]) -> dict[int, Any]:
-  """Returns the results with each task's number of examples as the first value."""
-  return {
-    step: {task: {"examples": counts[task], **values} for task, values in by_task.items()}
-    for step, by_task in results.items()
-  }
-
-
-def _write_results(
-  output_dir: str, step: int, split: str, counts: Mapping[str, int], metrics: Values
-) -> None:
+def _write_results(output_dir: str, step: int, split: str, metrics: Mapping[str, Any]) -> None:
   """Adds a line for each task to OUTPUT_DIR/results.jsonl: the step, the data and the metrics."""
-  lines = [
-    {"step": step, "task": task, "split": split, "examples": counts[task], **values}
-    for task, values in metrics.items()
-  ]
-  if not lines:  # Only the first process has metrics.
-    return
   with (epath.Path(output_dir) / "results.jsonl").open("a") as file:
-    file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    for task, values in metrics.items():
+      line = {"step": step, "task": task, "split": split, **values}
+      file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def evaluate_loss(
@@ -246,40 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
   config.run_from_command_line(evaluate, argv, describe_run)
 
 
-class _EvaluatedCheckpoints:
-  """The paths of the evaluated checkpoints, in T5X's file OUTPUT_DIR/eval.TASK.ckpt, one per line."""
-
-  def __init__(self, output_dir: str, task: str):
-    self._file = epath.Path(output_dir) / f"eval.{task}.ckpt"
-    self.paths = self._file.read_text().splitlines() if self._file.exists() else []
-
-  def contains(self, path: str) -> bool:
-    """Returns whether a checkpoint has been evaluated, and was not written again since the last one was."""
-    return path in self.paths and epath.Path(path).stat().mtime < self._file.stat().mtime
-
-  def add(self, path: str) -> None:
-    self.paths = [*dict.fromkeys([*self.paths, path])]
-    if jax.process_index() == 0:
-      self._file.write_text("\n".join(self.paths))
-
-
-def _restore_each(states: Iterator[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
-  """Yields each state with its path; memory errors while it is restored get advice."""
-  while True:
-    with explain_out_of_memory(INFERENCE[-1:]):
-      restored = jax.block_until_ready(next(states, None))
-    if restored is None:
-      return
-    yield restored
-
-
 def _select_checkpoints(
-  cfg: checkpoints.RestoreCheckpointConfig, evaluated: _EvaluatedCheckpoints
+  cfg: checkpoints.RestoreCheckpointConfig, evaluated: Sequence[str]
 ) -> checkpoints.RestoreCheckpointConfig:
   """Returns the config of the checkpoints that exist and, with mode 'all', are not yet evaluated."""
   _, paths = checkpoints.find_checkpoints([cfg])
   if cfg.mode == "all":
-    skipped = [path for path in paths if evaluated.contains(path)]
+    skipped = [path for path in paths if path in evaluated]
     paths = tuple(path for path in paths if path not in skipped)
     if skipped:
       terminal.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")

@@ -221,10 +221,13 @@ def _model_settings(model: Any) -> dict[str, str]:
   network = getattr(model, "network_config", None)
   attributes = {**vars(model), **(vars(network) if dataclasses.is_dataclass(network) else {})}
   # The module contains the configuration, and the optimizer does not change results.
-  names = sorted(attributes.keys() - {"module", "optimizer_def"})
-  bindings = {name: config.bindings_of(x) for name, x in attributes.items() if callable(x)}
-  texts = {name: f"{attributes[name]!r} {bindings.get(name) or ''}".strip() for name in names}
-  return {name: re.sub(r" at 0x\w+", "", text) for name, text in texts.items()}
+  texts = {}
+  for name in sorted(attributes.keys() - {"module", "optimizer_def"}):
+    value = attributes[name]
+    bound = config.bindings_of(value) if callable(value) else {}
+    text = f"{value!r} with {bound!r}" if bound else repr(value)
+    texts[name] = re.sub(r" at 0x\w+", "", text)
+  return texts
 
 
 def main(argv: Sequence[str] | None = None) -> None:

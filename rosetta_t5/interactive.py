@@ -31,12 +31,6 @@ from rosetta_t5.training.schedules import create_learning_rate_scheduler
 MetricFn = Callable[..., Mapping[str, Any]]
 
 _KEPT_CHECKPOINTS = 5
-# The arguments that a metric function may have, as in SeqIO.
-_METRIC_ARGUMENTS = (
-  ("targets", "scores"),
-  ("targets", "predictions"),
-  ("targets", "predictions", "aux_values"),
-)
 
 
 class InteractiveModel:
@@ -277,7 +271,7 @@ class InteractiveModel:
 
     texts = ((row["targets_pretokenized"], row) for row in dataset.as_numpy_iterator())
     values: dict[str, Any] = {"targets": [postprocess(*pair, is_target=True) for pair in texts]}
-    if "predictions" in needed:
+    if needed & {"predictions", "aux_values"}:
       predictions, values["aux_values"] = self.infer_with_preprocessors(
         InferenceType.PREDICT_WITH_AUX, examples, preprocessors
       )
@@ -346,9 +340,11 @@ def _as_batches(batches: Sequence[Any] | None) -> list[Sequence[Example]]:
 def _metric_arguments(metric_fn: MetricFn) -> tuple[str, ...]:
   parameters = inspect.signature(metric_fn).parameters.values()
   names = tuple(p.name for p in parameters if p.default is p.empty)
-  if names not in _METRIC_ARGUMENTS:
-    allowed = " or ".join(f"({', '.join(names)})" for names in _METRIC_ARGUMENTS)
-    raise ValueError(f"A metric_fn must have the arguments {allowed}, got ({', '.join(names)})")
+  if names[:1] != ("targets",) or {*names} - {"targets", "predictions", "aux_values", "scores"}:
+    raise ValueError(
+      "A metric_fn must have the arguments (targets, scores), (targets, predictions) or "
+      f"(targets, predictions, aux_values), got ({', '.join(names)})"
+    )
   return names
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,26 +88,19 @@ def precompile(
     partitioner=partitioner,
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
-  started = time.monotonic()
   lowered = trainer.lower_train(batch)
-  compiled = lowered.compile()
-  terminal.print_line(
-    f"compiled the train step in {terminal.format_duration(time.monotonic() - started)}"
-  )
-  _write(epath.Path(model_dir), lowered, compiled, partitioner.mesh)
+  with terminal.progress_bar("compiling the train step"):
+    compiled = lowered.compile()
+  if jax.process_index() == 0:
+    folder = epath.Path(model_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "lowered_hlo_pre_optimization").write_text(lowered.as_text(dialect="hlo"))
+    (folder / "lowered_hlo_post_optimization").write_text(compiled.as_text())
+    with (folder / "assignment").open("wb") as file:
+      np.save(file, partitioner.mesh.device_ids)
+    terminal.print_line(f"written  {folder}/lowered_hlo_*, {folder}/assignment")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `precompile` with the arguments of the command line and its gin files."""
   config.run_from_command_line(precompile, argv, describe_run)
-
-
-def _write(folder: epath.Path, lowered: Any, compiled: Any, mesh: jax.sharding.Mesh) -> None:
-  if jax.process_index() != 0:
-    return
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / "lowered_hlo_pre_optimization").write_text(lowered.as_text(dialect="hlo"))
-  (folder / "lowered_hlo_post_optimization").write_text(compiled.as_text())
-  with (folder / "assignment").open("wb") as file:
-    np.save(file, mesh.device_ids)
-  terminal.print_line(f"written  {folder}/lowered_hlo_*, {folder}/assignment")

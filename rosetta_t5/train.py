@@ -134,26 +134,34 @@ def train(
   earlier_facts = checkpoints.read_start_facts(model_dir, restore_path)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-  seeds = _draw_seeds(earlier_facts, random_seed, train_dataset_cfg)
-  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(seeds["random_seed"]), 2)
+  drawn = distributed.draw_seed()
+  if random_seed is None:
+    random_seed = earlier_facts.get("random_seed", drawn)
+  data_seed = earlier_facts.get("train_dataset_seed", drawn)
+  data_seed = data.resolve_seed(train_dataset_cfg, data_seed)
+  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(random_seed), 2)
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
   setup = describe_setup(partitioner, train_dataset_cfg, checkpoint_cfg.save, model_dir)
   terminal.print_line(setup)
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
-  train_cfg = dataclasses.replace(train_dataset_cfg, seed=seeds["train_dataset_seed"])
+  train_cfg = dataclasses.replace(train_dataset_cfg, seed=data_seed)
   data.check_same_files(train_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
-  model_facts = _check_model(verify_matching_vocabs_fn, train_cfg, model, restore_cfg, restore_path)
+  digests: dict[str, str] = {}
+  if verify_matching_vocabs_fn is not None:
+    verify_matching_vocabs_fn(train_cfg, model)
+    digests = data.vocabulary_digests(model)
+  checkpoints.check_model(model, digests, restore_cfg)
+  source = checkpoints.read_source_config(restore_path) if restore_path else {}
+  facts = {"random_seed": random_seed, "train_dataset_seed": data_seed}
+  about_model = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
+  facts |= {name: fact for name, fact in about_model.items() if fact}
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
   evaluation = LossEvaluation(
-    cfg=train_eval_dataset_cfg,
-    get_datasets=train_eval_get_dataset_fn,
-    num_batches=eval_steps,
-    model=model,
-    partitioner=partitioner,
+    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
   )
   predictions = PredictionEvaluation(
     infer_eval_dataset_cfg,
@@ -187,13 +195,16 @@ def train(
     if state is None:
       state = initializer.from_scratch(init_rng)
     first_step = int(jax.block_until_ready(state).step)
-  origin = _find_origin(earlier_facts, first_step, relative_steps)
-  total_steps = origin["relative_to"] + relative_steps if relative_steps else total_steps
+  # The steps at which the run began, and to which its steps are relative; a restart finds them.
+  facts["first_step"] = earlier_facts.get("first_step", first_step)
+  if relative_steps:
+    facts["relative_to"] = earlier_facts.get("relative_to", first_step)
+    total_steps = facts["relative_to"] + relative_steps
   if manager is not None:
     # A finetuning run keeps the checkpoint with which it began, also after a restart.
     given = checkpoint_cfg.restore and checkpoint_cfg.restore.paths()
     base = (earlier_facts.get(checkpoints.STARTED_FROM) or manager.restored_from) if given else None
-    manager.begin_run({**seeds, **model_facts, **origin, checkpoints.STARTED_FROM: base})
+    manager.begin_run({**facts, checkpoints.STARTED_FROM: base})
 
   # Trainer. It owns the state from here on: each step donates the state before it.
   trainer = trainer_cls(
@@ -229,7 +240,7 @@ def train(
     concurrent_metrics=concurrent_metrics,
     manager=manager if checkpoint_cfg.save else None,
     actions=actions,
-    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, origin["first_step"]),
+    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
     model_dir=model_dir,
     first_step=first_step,
     total_steps=total_steps,
@@ -267,8 +278,8 @@ def _header_notes(
   partitioner: BasePartitioner,
 ) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
-  options = {name: os.environ[name] for name in CHANGES_NUMBERS if name in os.environ}
-  notes += [f"{name}={value} may change the numbers of the run" for name, value in options.items()]
+  changing = filter(os.environ.get, CHANGES_NUMBERS)
+  notes += [f"{name}={os.environ[name]} may change the numbers of the run" for name in changing]
   if fp8.warning:
     notes.append(f"fp8 {fp8.text}")
   if not model.optimizer_def.uses_learning_rate:
@@ -280,41 +291,3 @@ def _header_notes(
   if partitioner.mesh.size > GPUS_PER_NODE:
     notes.append(placement(partitioner.mesh.shape))
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
-
-
-def _draw_seeds(
-  earlier: Mapping[str, int], random_seed: Seed | None, train_dataset_cfg: data.DatasetConfig
-) -> dict[str, int]:
-  """Returns the seeds as given, else from the facts of the run before a restart, else drawn."""
-  drawn = distributed.draw_seed()
-  own = earlier.get("random_seed", drawn) if random_seed is None else random_seed
-  of_data = data.resolve_seed(train_dataset_cfg, earlier.get("train_dataset_seed", drawn))
-  return {"random_seed": own, "train_dataset_seed": of_data}
-
-
-def _check_model(
-  verify: Callable[..., None] | None,
-  train_cfg: data.DatasetConfig,
-  model: BaseModel,
-  restore_cfg: checkpoints.RestoreCheckpointConfig | None,
-  restore_path: str | None,
-) -> dict[str, Any]:
-  """Checks that task, model and checkpoint fit together; returns the run facts about the model."""
-  digests = data.vocabulary_digests(model) if verify is not None else {}
-  checkpoints.check_model(model, digests, restore_cfg)
-  if verify is not None:
-    verify(train_cfg, model)
-  source = checkpoints.read_source_config(restore_path) if restore_path else {}
-  facts = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
-  return {name: fact for name, fact in facts.items() if fact}
-
-
-def _find_origin(
-  earlier: Mapping[str, int], step: int, relative_steps: Steps | None
-) -> dict[str, int]:
-  """Returns the steps at which the run began and to which its steps are relative, as run facts.
-
-  A restart finds them in the facts of the run before it.
-  """
-  names = ["first_step", *(["relative_to"] if relative_steps else [])]
-  return {name: earlier.get(name, step) for name in names}

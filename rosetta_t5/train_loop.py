@@ -135,7 +135,8 @@ class TrainLoop:
       try:
         if run_eval_before_training:
           self._evaluate(self.first_step)
-        report_period = stats_period or self._report_period(eval_period)
+        period = max(1, (self.total_steps - self.first_step) // 20)  # for 20 reports
+        report_period = stats_period or min(period, eval_period or period)
         for stop in stopping_steps(self.first_step, self.total_steps, hooks, report_period):
           self._train_until(stop)
           run_due_hooks(hooks, self._step, self.total_steps)
@@ -144,11 +145,6 @@ class TrainLoop:
       except distributed.EvaluationInterrupted:
         self._is_interrupted = True
       self._complete()
-
-  def _report_period(self, eval_period: int) -> int:
-    """Returns the default of `stats_period`: that of evaluations, or less, for 20 reports."""
-    period = max(1, (self.total_steps - self.first_step) // 20)
-    return min(period, eval_period or period)
 
   def finish(self) -> tuple[int, TrainState]:
     """Waits for all background writes, and prints where the output is.

@@ -14,7 +14,7 @@ import sys
 import jax.numpy as jnp
 import pytest
 from limited_memory import limited_memory
-from tiny_tasks import PAIRS, add_task, byte_model, save_checkpoints
+from tiny_tasks import add_task, byte_model, save_checkpoints
 
 from rosetta_t5 import checkpoints, data
 from rosetta_t5.data.tensorflow_import import import_seqio
@@ -85,8 +85,6 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
     f"{own}/checkpoint_7",
   ]
   assert "Total number of parameters" in (out / "model-info.txt").read_text()
-  (own / "checkpoint_3/written").touch()  # as if the run had been repeated
-  assert list(run(str(own), out, mode="all")) == [3]
 
 
 @pytest.mark.slow
@@ -158,27 +156,17 @@ def test_batch_size_zero_is_rejected(model_dir, tmp_path):
   assert not (tmp_path / "out").exists()
 
 
-def exact(targets, predictions):
-  return {"exact": sum(map(str.__eq__, targets, predictions))}
-
-
 def broken(targets, predictions):
   raise KeyError("no_such_field")
 
 
-def test_predictions_are_written_although_a_metric_fails(model_dir, tmp_path, capsys):
-  add_task("pairs_with_a_broken_metric", metric_fns=[exact, likelihood, broken])
+def test_the_error_of_a_metric_names_the_task(model_dir, tmp_path):
+  add_task("pairs_with_a_broken_metric", metric_fns=[broken])
   names = {"dataset": {"mixture_or_task_name": "pairs_with_a_broken_metric"}}
   text = "^Failed to evaluate task pairs_with_a_broken_metric: 'no_such_field'"
   with pytest.raises(ValueError, match=text):
     run(str(model_dir / "checkpoint_3"), tmp_path / "out", **names)
-  assert "pairs_with_a_broken_metric-3.without_metrics.jsonl" in capsys.readouterr().out
   import_seqio().TaskRegistry.remove("pairs_with_a_broken_metric")
-  kept = (
-    tmp_path / "out/inference_eval/pairs_with_a_broken_metric-3.without_metrics.jsonl"
-  ).read_text()
-  outputs = [json.loads(line)["output"] for line in kept.splitlines()]
-  assert [type(output) for output in outputs] == [str] * len(PAIRS) + [float] * len(PAIRS)
 
 
 def test_task_without_metrics_is_rejected_before_anything_is_written(model_dir, tmp_path):

@@ -343,7 +343,7 @@ def chat(options: argparse.Namespace) -> int:
   with contextlib.suppress(EOFError):
     while text := input("> ").strip():
       try:
-        print(fill([text])[0], *(f"(note: {note})" for note in fill.notes), flush=True)
+        print(fill([text])[0], flush=True)
       except ValueError as error:  # An error in one line does not end the command.
         print(error, flush=True)
   return 0

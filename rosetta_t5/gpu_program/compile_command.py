@@ -24,7 +24,7 @@ from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.hlo import LiveArray, live_arrays, parse_program
 from rosetta_t5.gpu_program.kernels import KINDS, Collective
-from rosetta_t5.gpu_program.roofline import Timeline, sum_by_kind, sum_by_source, time_program
+from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
 from rosetta_t5.networks.kernel_choice import KernelChoice
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.networks.t5_config import replace_config
@@ -135,7 +135,7 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
       "mesh": dict(plan.mesh),
       "compile_seconds": program.seconds,
       "memory": {**parts, "peak": sum(parts.values()), "live_at_peak": [x._asdict() for x in live]},
-      "kernels_by_kind": sum_by_kind(timeline.kernels),
+      "kernels_by_kind": add_up(timeline.kernels, "kind"),
       **dataclasses.asdict(timeline),
       "least_step_seconds": timeline.seconds,
       "seconds_by_bound": timeline.seconds_by_bound,
@@ -153,7 +153,7 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
     ("compiled", f"the {args.step} step in {program.seconds:.0f} s, for {args.devices} {gpu.name}"),
     *_memory_rows(parts, live, gpu, args.top),
     *_kernel_rows(timeline, args.top),
-    *_collective_rows(timeline, args.top),
+    *_collective_rows(timeline),
     ("step", f"at least {timeline.seconds * 1e3:.4g} ms, bound by: {bounds_text}"),
     (
       "speed",
@@ -191,7 +191,7 @@ def _memory_rows(parts: Mapping[str, int], live: Sequence[LiveArray], gpu: Gpu, 
 
 
 def _kernel_rows(timeline: Timeline, top: int) -> Rows:
-  sums = sum_by_kind(timeline.kernels)
+  sums = add_up(timeline.kernels, "kind")
   total = sum(row["count"] for row in sums.values())
   lines = [
     f"{total:.0f} in a step, with their minimum time:",
@@ -203,15 +203,16 @@ def _kernel_rows(timeline: Timeline, top: int) -> Rows:
         f"{row['count']:9.0f} {row['flops'] / 1e12:8.2f} {row['bytes'] / 1e9:8.2f} "
         f"{row['seconds'] * 1e3:8.2f}  {kind}"
       )
+  by_source = add_up(timeline.kernels, "kind", "source").items()
   slowest = [
-    f"{seconds * 1e3:9.2f} ms  {count:4} × {kind}: {source[:80] or 'the step itself'}"
-    for kind, source, count, seconds in sum_by_source(timeline)[:top]
+    f"{row['seconds'] * 1e3:9.2f} ms  {row['count']:4.0f} × {kind}: {source[:80] or 'the step itself'}"
+    for (kind, source), row in sorted(by_source, key=lambda item: -item[1]["seconds"])[:top]
   ]
   return [*labeled("kernels", lines), *labeled("longest", slowest)]
 
 
-def _collective_rows(timeline: Timeline, top: int) -> Rows:
-  """Returns a table of the collectives, added up by kind and axes, and the longest waits."""
+def _collective_rows(timeline: Timeline) -> Rows:
+  """Returns a table of the collectives, added up by kind and axes."""
   groups: dict[str, list[Collective]] = collections.defaultdict(list)
   for each in timeline.collectives:
     link = "network" if each.leaves_node else "NVLink"
@@ -224,15 +225,7 @@ def _collective_rows(timeline: Timeline, top: int) -> Rows:
     seconds = sum(each.count * each.seconds for each in members)
     exposed = sum(each.count * each.exposed_seconds for each in members)
     lines.append(f"{calls:9} {sent / 1e9:8.3f} {seconds * 1e3:8.2f} {exposed * 1e3:8.2f}  {name}")
-  waits = sorted(timeline.collectives, key=lambda each: -each.count * each.exposed_seconds)[:top]
-  longest = [
-    f"{each.count * each.exposed_seconds * 1e3:9.2f} ms  {each.kind} of {size_text(each.size)} in "
-    f"{each.arrays} array{'s' * (each.arrays != 1)}, overlapped by {each.overlapping_kernels} kernels: "
-    f"{each.source[:60] or 'the step itself'}"
-    for each in waits
-    if each.exposed_seconds > 0
-  ]
-  return [*(labeled("sends", lines) if groups else []), *labeled("waits for", longest)]
+  return labeled("sends", lines) if groups else []
 
 
 STEPS = ("train", "eval", "predict", "score")

@@ -251,44 +251,37 @@ class _Aliases:
 
   def __init__(self, program: Program) -> None:
     self.defined = {n: i for body in program.computations.values() for n, i in body.items()}
-    self._roots: dict[str, Instruction] = {}
-    self._arguments: dict[str, str] = {}
+    # The root of a loop's body by the loop, and the loop's operands by the parameters of its body.
+    self._same: dict[str, str] = {}
     for caller in [*self.defined.values()]:
       if caller.opcode not in ("while", "call"):
         continue
       body = [*program.computations[caller.called[-1]].values()]
-      self._roots[caller.name] = body[-1]
+      self._same[caller.name] = body[-1].name
       for parameter in body:
         if parameter.opcode == "parameter":
-          self._arguments[parameter.name] = caller.operands[int(parameter.operands[0])]
+          self._same[parameter.name] = caller.operands[int(parameter.operands[0])]
 
   def of(self, name: str, index: str) -> Iterator[tuple[str, str]]:
     """Yields (name, index) of the array itself, and of what it is a part or the result of."""
     path = tuple(index.split(",")) if index else ()
     seen: set[tuple[str, tuple[str, ...]]] = set()
-    pending = [(name, path)]
-    while pending:
-      name, path = pending.pop()
-      if (name, path) in seen or name not in self.defined:
-        continue
+    while name in self.defined and (name, path) not in seen:
       seen.add((name, path))
       yield name, ",".join(path)
-      pending += self._sources(self.defined[name], path)
+      name, path = self._source(self.defined[name], path)
 
-  def _sources(
-    self, instruction: Instruction, path: tuple[str, ...]
-  ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields what an array, a part `path` of an instruction's result, is the same as."""
-    if instruction.name in self._roots:
-      yield self._roots[instruction.name].name, path
-    elif instruction.name in self._arguments:
-      yield self._arguments[instruction.name], path
-    elif instruction.opcode == "tuple" and path:
-      yield instruction.operands[int(path[0])], path[1:]
-    elif instruction.opcode == "get-tuple-element":
-      yield instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
-    elif instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
-      yield instruction.operands[0], path
+  def _source(self, instruction: Instruction, path: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Returns what an array, a part `path` of an instruction's result, is the same as; ("", ()) if nothing."""
+    if instruction.name in self._same:
+      return self._same[instruction.name], path
+    if instruction.opcode == "tuple" and path:
+      return instruction.operands[int(path[0])], path[1:]
+    if instruction.opcode == "get-tuple-element":
+      return instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
+    if instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
+      return instruction.operands[0], path
+    return "", ()
 
 
 def short_source(op_name: str) -> str:

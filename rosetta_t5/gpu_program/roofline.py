@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from rosetta_t5.gpu_program.hlo import Instruction, Program
 from rosetta_t5.gpu_program.kernels import Collective, Kernel, collective_of, kernel_of
@@ -156,27 +158,18 @@ class _Scheduler:
     self.timeline.collectives.append(timed)
 
 
-def sum_by_kind(kernels: Iterable[Kernel]) -> dict[str, dict[str, float]]:
-  """Returns for each kind of kernel its number, FLOPs, bytes and seconds in a step."""
-  sums: dict[str, dict[str, float]] = collections.defaultdict(
+def add_up(kernels: Iterable[Kernel], *names: str) -> dict[Any, dict[str, float]]:
+  """Returns the number, FLOPs, bytes and seconds in a step of the kernels with the same attributes.
+
+  Args:
+    names: attributes, such as "kind" or "kind", "source"; they are the keys.
+  """
+  sums: dict[Any, dict[str, float]] = collections.defaultdict(
     lambda: dict.fromkeys(("count", "flops", "bytes", "seconds"), 0.0)
   )
   for each in kernels:
-    row = sums[each.kind]
+    row = sums[operator.attrgetter(*names)(each)]
     row["count"] += each.count
-    row["flops"] += each.count * each.flops
-    row["bytes"] += each.count * each.bytes
-    row["seconds"] += each.count * each.seconds
+    for name in ("flops", "bytes", "seconds"):
+      row[name] += each.count * getattr(each, name)
   return dict(sums)
-
-
-def sum_by_source(timeline: Timeline) -> list[tuple[str, str, int, float]]:
-  """Returns (kind, source, count, seconds) of the kernels, added up by source, slowest first."""
-  counts: collections.Counter[tuple[str, str]] = collections.Counter()
-  seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
-  for each in timeline.kernels:
-    key = (each.kind, each.source)
-    counts[key] += each.count
-    seconds[key] += each.count * each.seconds
-  order = sorted(seconds, key=lambda key: -seconds[key])
-  return [(*key, counts[key], seconds[key]) for key in order]

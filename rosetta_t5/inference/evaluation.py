@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
-import json
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +19,8 @@ from rosetta_t5 import data, distributed, terminal
 from rosetta_t5.checkpoints.saved_items import get_local_data
 from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.data.pipeline.inference_data import make_evaluator
-from rosetta_t5.inference.infer_fn import (
-  InferFn,
-  as_numpy,
-  check_buckets,
-  get_infer_fn,
-  inference_step,
-  notes_on_tokens_left_behind,
-)
-from rosetta_t5.inference.sample_predictions import HeldOutSampler, Row, Sample, token_text
-from rosetta_t5.models.batch_metrics import LEFT_BEHIND
+from rosetta_t5.inference.infer_fn import InferFn, as_numpy, check_buckets, get_infer_fn
+from rosetta_t5.inference.sample_predictions import Row, Sample, held_out_sampler, token_text
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.metrics_manager import as_floats
 
@@ -115,7 +105,7 @@ class InferenceEvaluator:
 
     Returns:
       A future of {task: {metric: value}}, or of None on processes other than the first. If a metric
-      fails, the future raises its error, and the model's outputs are in TASK-STEP.without_metrics.jsonl.
+      fails, the future raises its error.
     """
     first_process = jax.process_index() == 0
     if first_process and self._folder is not None:
@@ -125,7 +115,7 @@ class InferenceEvaluator:
     def infer_fn(method: str, **arguments: Any) -> InferFn:
       if method not in self._infer_fns:
         self._infer_fns[method] = self._get_infer_fn(
-          inference_step(self._model, method),
+          getattr(self._model, method),
           train_state_axes=train_state_axes,
           is_scoring=method == "score_batch",
         )
@@ -135,12 +125,7 @@ class InferenceEvaluator:
         count = operator.length_hint(ds) or None
         rows = terminal.track(distributed.until_interrupted(as_numpy(ds)), kind, count, "examples")
         with contextlib.closing(rows):
-          result = self._infer_fns[method](rows, train_state=train_state, **arguments)
-        pairs, aux = result if isinstance(result, tuple) else (result, {})
-        for note in notes_on_tokens_left_behind(aux):
-          terminal.print_line(f"note     {note}")
-        is_all = method != "predict_batch_with_aux" and aux.keys() == {LEFT_BEHIND}
-        return pairs if is_all else result
+          return self._infer_fns[method](rows, train_state=train_state, **arguments)
 
       return infer
 
@@ -155,24 +140,7 @@ class InferenceEvaluator:
       predict_with_aux_fn=infer_fn("predict_batch_with_aux", rng=rng),
     )
     self._outputs = outputs
-
-    def keep_outputs(done: Future[Any]) -> None:
-      if done.exception() and self._folder is not None:
-        self._save_outputs(self._folder, step)
-
-    metrics.add_done_callback(keep_outputs)
     return metrics
-
-  def _save_outputs(self, folder: epath.Path, step: int) -> None:
-    """Saves the model's outputs, which may have taken hours, because a metric has failed."""
-    for task in self.eval_tasks:
-      file = folder / f"{task.name}-{step}.without_metrics.jsonl"
-      vocabulary = task.output_features["targets"].vocabulary
-      rows = itertools.chain.from_iterable(map(_without_aux, self._outputs[task.name].values()))
-      texts = (vocabulary.decode(row) if isinstance(row, list) else row for row in rows)
-      lines = (json.dumps({"output": text}, ensure_ascii=False) + "\n" for text in texts)
-      file.write_text("".join(lines))
-      terminal.print_line(f"a metric failed: the model's outputs are saved in {file}")
 
   def samples(self, number: int) -> list[Sample]:
     """Returns each task's first examples with their predictions in the last evaluation.
@@ -242,7 +210,7 @@ class LossEvaluation:
 
   def __post_init__(self) -> None:
     self._datasets = _run_in_background(self._open_datasets)
-    self._sampler: HeldOutSampler | None = None
+    self._sampler: Callable[[Any], list[Sample]] | None = None
 
   def _open_datasets(self) -> Mapping[str, Any]:
     """Returns each task's batches."""
@@ -295,7 +263,7 @@ class LossEvaluation:
     if self._sampler is None:
       datasets = self._datasets.result()
       rows = {name: _first_rows(dataset, number) for name, dataset in datasets.items()}
-      self._sampler = HeldOutSampler(rows, self.model, self.partitioner, train_state_axes)
+      self._sampler = held_out_sampler(rows, self.model, self.partitioner, train_state_axes)
     return self._sampler(train_state)
 
 

@@ -222,8 +222,7 @@ def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int
     ValueError: they are not positive integers, or the model has experts, whose slots depend on the
       length.
   """
-  if buckets is None:
-    return ()
+  buckets = () if buckets is None else buckets
   if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
     raise ValueError(
       f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"

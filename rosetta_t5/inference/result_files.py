@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,16 +190,10 @@ class TaskResults:
     return os.fspath(self.folder / f"{os.path.basename(self.path)}-chunk{number:05}")
 
   def write(
-    self,
-    write_fn: Callable[..., None],
-    mode: str,
-    vocabulary: Any,
-    number: int,
-    inferences: Inferences,
-    task_ds: Any,
+    self, write_fn: Callable[..., None], mode: str, vocabulary: Any, number: int, *chunk: Any
   ) -> None:
-    """Writes a chunk, and records that it is complete."""
-    write_fn(self.chunk(number), inferences, task_ds, mode, vocabulary)
+    """Writes a chunk, which consists of inferences and examples, and records that it is complete."""
+    write_fn(self.chunk(number), *chunk, mode, vocabulary)
     epath.Path(self.chunk(number) + COMPLETED).write_text("")
 
   def num_complete(self) -> int:
@@ -264,11 +257,10 @@ def merge_chunks_to_file(
     ValueError: there are no chunks, or one is missing.
   """
   del step
-  name = re.compile(rf"{re.escape(output_fname)}-chunk(\d{{5,}})")
-  matches = ((name.fullmatch(file.name), file) for file in epath.Path(tmp_dir).iterdir())
-  chunks = {int(match[1]): file for match, file in matches if match}
-  numbers = sorted(chunks)
-  if not chunks or numbers != list(range(len(chunks))):
+  prefix = f"{output_fname}-chunk"
+  names = (file.name for file in epath.Path(tmp_dir).iterdir() if file.suffix != COMPLETED)
+  numbers = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+  if not numbers or numbers != list(range(len(numbers))):
     raise ValueError(
       f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
       "folder and start the run again"
@@ -276,7 +268,7 @@ def merge_chunks_to_file(
   unfinished = epath.Path(tmp_dir) / f"{output_fname}.unfinished"
   with unfinished.open("wb") as merged:
     for number in numbers:
-      with chunks[number].open("rb") as part:
+      with (epath.Path(tmp_dir) / f"{prefix}{number:05}").open("rb") as part:
         shutil.copyfileobj(part, merged)
   unfinished.replace(epath.Path(output_dir) / output_fname)
 

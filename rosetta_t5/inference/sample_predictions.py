@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from etils import epath
+from jax.experimental import multihost_utils
 
 from rosetta_t5 import terminal
 from rosetta_t5.inference.infer_fn import get_infer_fn
@@ -94,59 +95,50 @@ class SampleLog:
           terminal.print_line(line if is_short else line[: _CONSOLE_WIDTH - 1] + "…")
 
 
-class HeldOutSampler:
-  """Predicts the first rows of held-out batches on which otherwise only the loss is evaluated.
+def held_out_sampler(
+  rows: Mapping[str, Sequence[Row]], model: Any, partitioner: BasePartitioner, train_state_axes: Any
+) -> Callable[[Any], list[Sample]]:
+  """Returns a function that predicts the first rows of data of which otherwise only the loss is evaluated.
 
   The decoding is compiled at the first call, for a batch of a few rows. Every call predicts the same
   rows, so their samples show the progress of a run.
+
+  Args:
+    rows: the first rows of each task, with the features that the model's loss needs. They may be
+      packed: the first example of each is predicted. All processes give as many rows; those of the
+      first process are predicted.
+    model: the model.
+    partitioner: splits batches over the devices.
+    train_state_axes: the train state with PartitionSpecs in place of arrays.
+
+  Returns:
+    A function of the train state. Its result, the samples of all tasks, is the same on every process.
+
+  Raises:
+    ValueError: the rows do not have the features of our models.
   """
+  if jax.process_count() > 1:
+    rows = multihost_utils.broadcast_one_to_all(dict(rows))
+  examples = [(task, _first_example(row)) for task, given in rows.items() for row in given]
+  # Empty rows fill up a batch of too few examples.
+  examples = [(task, row) for task, row in examples if row["decoder_target_tokens"].any()]
+  cut = _cut([row for _, row in examples])
+  shards = count_batch_shards(partitioner.mesh.shape)
+  largest = max(map(len, rows.values()), default=1)
+  batch_size = largest + -largest % shards
+  infer_fn = get_infer_fn(model.predict_batch, batch_size, train_state_axes, partitioner)
 
-  def __init__(
-    self,
-    rows: Mapping[str, Sequence[Row]],
-    model: Any,
-    partitioner: BasePartitioner,
-    train_state_axes: Any,
-  ):
-    """Prepares the rows.
-
-    Args:
-      rows: the first rows of each task, with the features that the model's loss needs. They may be
-        packed: the first example of each is predicted. All processes give as many rows; those of the
-        first process are predicted.
-      model: the model.
-      partitioner: splits batches over the devices.
-      train_state_axes: the train state with PartitionSpecs in place of arrays.
-
-    Raises:
-      ValueError: the rows do not have the features of our models.
-    """
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
-
-      rows = multihost_utils.broadcast_one_to_all(dict(rows))
-    examples = [(task, _first_example(row)) for task, given in rows.items() for row in given]
-    # Empty rows fill up a batch of too few examples.
-    examples = [(task, row) for task, row in examples if row["decoder_target_tokens"].any()]
-    self._tasks = [task for task, _ in examples]
-    self._rows = _cut([row for _, row in examples])
-    self._model = model
-    shards = count_batch_shards(partitioner.mesh.shape)
-    largest = max(map(len, rows.values()), default=1)
-    self._infer = get_infer_fn(
-      model.predict_batch, largest + -largest % shards, train_state_axes, partitioner
-    )
-
-  def __call__(self, train_state: Any) -> list[Sample]:
-    """Returns the samples of all tasks, the same on every process."""
-    predicted = self._infer(enumerate(self._rows), train_state, rng=jax.random.PRNGKey(0))
-    inputs, outputs = self._model.input_vocabulary, self._model.output_vocabulary
+  def sample(train_state: Any) -> list[Sample]:
+    predicted = infer_fn(enumerate(cut), train_state, rng=jax.random.PRNGKey(0))
+    inputs, outputs = model.input_vocabulary, model.output_vocabulary
     samples = []
-    for task, row, (_, tokens) in zip(self._tasks, self._rows, predicted, strict=True):
+    for (task, _), row, (_, tokens) in zip(examples, cut, predicted, strict=True):
       given, target = _split(row)
       texts = token_text(inputs, given), token_text(outputs, target), token_text(outputs, tokens)
       samples.append(Sample(task, *texts))
     return samples
+
+  return sample
 
 
 def token_text(vocabulary: Any, tokens: Any) -> str:

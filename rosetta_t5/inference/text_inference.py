@@ -27,7 +27,6 @@ from rosetta_t5.inference.infer_fn import (
   get_infer_fn,
   inference_step,
   join_aux,
-  notes_on_tokens_left_behind,
 )
 from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.parallel import BasePartitioner
@@ -172,11 +171,7 @@ _TARGETS_LENGTH = 32  # The number of tokens for all blanks together, including 
 
 
 class BlankFiller:
-  """Fills blanks with a model's best prediction, which is compiled at the first call.
-
-  Attributes:
-    notes: what to know about the last prediction.
-  """
+  """Fills blanks with a model's best prediction, which is compiled at the first call."""
 
   def __init__(self, model: Any, params: Any, input_length: int):
     """Prepares the prediction.
@@ -187,7 +182,6 @@ class BlankFiller:
       input_length: the length that inputs are padded to.
     """
     self._model, self._params, self._input_length = model, params, input_length
-    self.notes: list[str] = []
     self._predict = jax.jit(
       functools.partial(model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False)
     )
@@ -235,8 +229,7 @@ class BlankFiller:
       "encoder_input_tokens": inputs_BS,
       "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
-    decodes_BT, aux = jax.device_get(self._predict(self._params, batch))
-    self.notes = list(notes_on_tokens_left_behind(aux))
+    decodes_BT, _ = jax.device_get(self._predict(self._params, batch))
     return parse_spans(self._model.output_vocabulary, decodes_BT[0])
 
 

@@ -129,7 +129,7 @@ def _configurations_by_mesh(
       continue
     work = workload_of(model, partitioner, plan.lengths, batch_size, sizes)
     kernel = fastest_kernel(model, plan.lengths, plan.dataset_cfg, sizes, gpu)
-    work = work.replace(kernel=kernel, collections=plan.collections)
+    work = work.replace(kernel=kernel)
     memory = StateMemory.of(plan.state, specs, work)
     found = []
     for policy, fp8, schedule in itertools.product(_policies(work), precisions, _schedules(work)):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.checkpoints import read_start_facts
 from rosetta_t5.checkpoints.checkpoint_folders import step_of
 from rosetta_t5.config.configuration import NOT_CHECKED, ResolvedRun, Rows
-from rosetta_t5.config.language.statements import Macro, Reference, leaves
 from rosetta_t5.config.saved_config import changes_since
-from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
@@ -36,7 +32,6 @@ from rosetta_t5.telemetry.console import count_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.telemetry.run_metrics import flops_of_lengths
 from rosetta_t5.training.losses import microbatch_warning
-from rosetta_t5.training.optimizers.curvature import KfacState
 from rosetta_t5.user_errors import reason_of, with_lines
 
 # Steps at which a learning rate is compared with that of the run.
@@ -166,19 +161,7 @@ class Plan:
       self.mesh,
       self.microbatches,
       self.fp8,
-    ).replace(collections=self.collections, kernel=kernel)
-
-  @property
-  def collections(self) -> frozenset[str]:
-    """The variable collections of layers, besides parameters, that exclude a pipeline."""
-    found = set()
-    nodes = jax.tree.leaves(self.state.param_states, is_leaf=lambda x: isinstance(x, KfacState))
-    if any(isinstance(node, KfacState) for node in nodes):
-      found.add(KFAC_FACTORS)
-    make_config = self["te_config_cls"]
-    if make_config is not None and make_config().recipe == "delayed":
-      found.add(OVERWRITE_WITH_GRADIENT)
-    return frozenset(found)
+    ).replace(kernel=kernel)
 
   @property
   def flops(self) -> tuple[float, bool]:
@@ -222,11 +205,7 @@ def _unsharded_heads(plan: Plan) -> Rows:
   heads, shards = getattr(config, "num_heads", 0), plan.mesh.get(MODEL_AXIS, 1)
   if heads % shards == 0:
     return []
-  possible = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-  text = (
-    f"{heads} heads are not divisible by {shards} (model): each device computes all of them. "
-    f"The divisors are {possible}"
-  )
+  text = f"{heads} heads are not divisible by {shards} (model): each device computes all of them"
   return [("", text)]
 
 
@@ -259,9 +238,7 @@ def _optimizer_rows(plan: Plan) -> Rows:
     raise ValueError(
       f"{type(model).__name__}.optimizer_def must be an optimizer, got None: set OPTIMIZER"
     )
-  bindings = plan.resolved.program.effective_bindings()
-  name = ", ".join(_reference_names(Macro("OPTIMIZER"), bindings)) or type(optimizer).__name__
-  rows = [("optimizer", name)]
+  rows = [("optimizer", type(optimizer).__name__)]
   schedule = plan.trainer_settings.get("learning_rate_fn")
   if schedule is not None:
     first, last = plan.steps
@@ -275,17 +252,6 @@ def _optimizer_rows(plan: Plan) -> Rows:
       text = f"at most {highest:.3g} at these steps, although the schedule reaches {reached:.3g}"
       rows.append(("", f"{text}: check its warm-up and decay against TRAIN_STEPS"))
   return rows
-
-
-def _reference_names(value: Any, bindings: Mapping[tuple[str, ...], Any]) -> Iterator[str]:
-  """Yields the names of what a gin value builds: `Adafactor`, `chain(clip_by_global_norm, adamw)`."""
-  for leaf in leaves(value):
-    if isinstance(leaf, Macro) and (leaf.name,) in bindings:
-      yield from _reference_names(bindings[leaf.name,].value, bindings)
-    if isinstance(leaf, Reference):
-      parts = bindings.get(("", leaf.last_name, "transformations"))
-      inner = ", ".join(_reference_names(parts.value, bindings)) if parts else ""
-      yield f"{leaf.last_name}({inner})" if inner else leaf.last_name
 
 
 def _step_rows(plan: Plan) -> Rows:
@@ -302,16 +268,15 @@ def _memory_rows(plan: Plan) -> Rows:
   """Returns FLOPs and memory, and what to set if a training step needs more memory than a GPU has."""
   if plan["model"] is None or plan["partitioner"] is None:
     return []
-  if not plan.is_training:
-    return [_memory_row(state_bytes(plan.state, plan.specs, plan.mesh))]
-  memory = _memory_row(step_memory(plan.state, plan.specs, plan.work))
-  changes = changes_that_fit(plan.state, plan.specs, plan.work)
-  return [*flops_rows(plan), memory, *labeled(f"for {size_text(GPU.memory)}", changes)]
-
-
-def _memory_row(parts: Mapping[str, float]) -> tuple[str, str]:
+  if plan.is_training:
+    parts = step_memory(plan.state, plan.specs, plan.work)
+    changes = changes_that_fit(plan.state, plan.specs, plan.work)
+  else:
+    parts, changes = state_bytes(plan.state, plan.specs, plan.mesh), []
   each = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-  return "memory", f"about {size_text(sum(parts.values()))} per device: {each}"
+  memory = ("memory", f"about {size_text(sum(parts.values()))} per device: {each}")
+  flops = flops_rows(plan) if plan.is_training else []
+  return [*flops, memory, *labeled(f"for {size_text(GPU.memory)}", changes)]
 
 
 def flops_rows(plan: Plan) -> Rows:

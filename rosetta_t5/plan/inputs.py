@@ -138,24 +138,23 @@ def _lists_only(source: Any) -> bool:
 
 
 def _has_vocabulary_files(plan: Any, cfg: Any) -> bool:
-  """Returns whether the SentencePiece models of a task and its model are on this machine.
-
-  Raises:
-    ValueError: a path is not remote, and there is no such file.
-  """
+  """Returns whether this machine has the SentencePiece models of a task and its model, where they are remote."""
   model = plan["model"]
   for vocabulary in (*get_vocabulary(cfg), model.input_vocabulary, model.output_vocabulary):
     path = getattr(vocabulary, "sentencepiece_model_file", "")
-    try:
-      found = not path or not _is_remote(local_path(path))
-    except ValueError:
-      found = False
-      if not _is_remote(path) and type(vocabulary).__module__.startswith("seqio."):
-        raise
-    if not found:
+    if path and not _is_remote(path):
+      local_path(path)  # raises ValueError if there is no such file
+    elif path and not _has_copy(path):
       plan.resolved.unchecked.append(f"the vocabulary {path} (it is not on this machine)")
       return False
   return True
+
+
+def _has_copy(path: str) -> bool:
+  try:
+    return not _is_remote(local_path(path))
+  except ValueError:
+    return False
 
 
 def _source_of_path(plan: Any) -> str:
@@ -176,20 +175,14 @@ def find_start(plan: Any) -> tuple[Any, str | None]:
   cfg, folder = plan["checkpoint_cfg"], plan["model_dir"]
   if cfg is None or not folder:
     return None, None
-  end = None if plan["relative_steps"] else plan["total_steps"]
-  found, path = None, None
-  if not _is_remote(folder):
-    without_restore = dataclasses.replace(cfg, restore=None)
-    found, path = checkpoints.find_start_checkpoint(without_restore, folder, end)
-  if path is None and cfg.restore is not None:
-    given = cfg.restore.paths()
-    if any(map(_is_remote, given)):
-      return None, ", ".join(given)
-    if _is_remote(folder):
-      found, paths = checkpoints.get_first_valid_restore_config_and_paths([cfg.restore])
-      return found, paths[0] if paths else None
-    found, path = checkpoints.find_start_checkpoint(cfg, folder, end)
-  return found, path
+  given = cfg.restore.paths() if cfg.restore else []
+  is_remote = any(map(_is_remote, given))
+  found, path = checkpoints.find_start_checkpoint(
+    dataclasses.replace(cfg, restore=None) if is_remote else cfg,
+    "not made" if _is_remote(folder) else folder,
+    None if plan["relative_steps"] else plan["total_steps"],
+  )
+  return (None, ", ".join(given)) if is_remote and path is None else (found, path)
 
 
 def _training_start(plan: Any) -> Rows:
@@ -227,9 +220,8 @@ def _saves(plan: Any) -> str:
   times = [f"every {save.period} steps"] if save.period else []
   times += [f"at {', '.join(map(str, save.checkpoint_steps))}"] if save.checkpoint_steps else []
   kept = f"the last {save.keep} kept" if save.keep else "all kept"
-  parts = [f"checkpoints {' and '.join([*times, 'at start and end'])}", kept, save.dtype]
-  parts += ["with the position in the data"] if save.save_dataset else []
-  return f"{', '.join(parts)}, in {plan['model_dir']}"
+  when = " and ".join([*times, "at start and end"])
+  return f"checkpoints {when}, {kept}, {save.dtype}, in {plan['model_dir']}"
 
 
 def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:

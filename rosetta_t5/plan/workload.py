@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.networks.expert_settings import expert_layers
@@ -57,8 +56,6 @@ class Workload:
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
-    collections: the variable collections that layers have besides parameters; that of delayed fp8
-      scaling counts only with `fp8`.
   """
 
   config: Any
@@ -73,7 +70,6 @@ class Workload:
   fp8: bool = False
   kernel: str | None = None
   pipeline: PipelineSettings | None = None
-  collections: frozenset[str] = frozenset()
 
   @property
   def model_shards(self) -> int:
@@ -117,8 +113,7 @@ class Workload:
     """
     if self.mesh.get(PIPELINE_AXIS, 1) == 1:
       return PipelineSchedule(1, 1)
-    unused = set() if self.fp8 else {OVERWRITE_WITH_GRADIENT}
-    if reason := pipeline_obstacle(self.config, self.collections - unused):
+    if reason := pipeline_obstacle(self.config, ()):
       raise ValueError(reason)
     batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
     stacks = filter(None, self.layers.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rosetta_t5.gpu_program.hlo import parse_program, short_source
-from rosetta_t5.gpu_program.roofline import sum_by_kind, time_program
+from rosetta_t5.gpu_program.roofline import add_up, time_program
 from rosetta_t5.telemetry.gpus import GPUS
 
 GPU = GPUS["h200"]
@@ -156,7 +156,7 @@ def test_a_loop_counts_as_often_as_it_runs(config, times):
     LOOP,
     unknown_trips=7,
   )
-  assert sum_by_kind(found.kernels)["copies and transposes"]["count"] == times
+  assert add_up(found.kernels, "kind")["copies and transposes"]["count"] == times
   assert found.seconds == pytest.approx(times * 2 * 4 * 16777216 / GPU.bandwidth)
 
 

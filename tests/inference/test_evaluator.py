@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -102,20 +100,6 @@ def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   samples = [("pairs_with_metrics", *pair, decoded[n].rstrip()) for n, pair in enumerate(PAIRS[:2])]
   assert [(*x[:3], x[3].rstrip()) for x in evaluator.samples(2)] == samples
   assert set(metrics["pairs_with_metrics"]) == {"exact", "likelihood", "confidence"}
-
-
-def test_an_evaluation_says_how_many_tokens_experts_have_left_behind(task, capsys):
-  model, partitioner = byte_model(), PjitPartitioner(1)
-  few_slots = {"num_experts": 2, "expert_layer_period": 1, "expert_capacity": 1}
-  model.module = model.module.clone(config=dataclasses.replace(model.module.config, **few_slots))
-  evaluator = InferenceEvaluator(config("pairs_with_scores"), None, model, partitioner)
-  shapes = {name: (8, *shape) for name, shape in evaluator.model_feature_shapes.items()}
-  initializer = TrainStateInitializer(None, model.get_initial_variables, shapes, partitioner)
-  state = initializer.from_scratch(jax.random.PRNGKey(0))
-  metrics = evaluator.evaluate(state, initializer.train_state_axes).result()
-  assert set(metrics["pairs_with_scores"]) == {"likelihood"}
-  assert len(seen["scores"][1]) == len(PAIRS)
-  assert re.search(r"note +no expert computed \d\d\.\d\d% of the tokens", capsys.readouterr().out)
 
 
 def test_files_contain_metrics_and_every_prediction(evaluated):

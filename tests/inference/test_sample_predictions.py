@@ -18,7 +18,7 @@ from tiny_models import (
   variables,
 )
 
-from rosetta_t5.inference.sample_predictions import HeldOutSampler, Sample, SampleLog
+from rosetta_t5.inference.sample_predictions import Sample, SampleLog, held_out_sampler
 from rosetta_t5.parallel import PjitPartitioner
 
 
@@ -36,7 +36,7 @@ def sampler(model, params, rows):
   model._input_vocabulary = model._output_vocabulary = NumberVocabulary()
   replicated = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), params)
   axes, state = types.SimpleNamespace(params=replicated), types.SimpleNamespace(params=params)
-  return HeldOutSampler({"numbers": rows}, model, PjitPartitioner(num_partitions=1), axes)(state)
+  return held_out_sampler({"numbers": rows}, model, PjitPartitioner(num_partitions=1), axes)(state)
 
 
 def rows_of(batch):

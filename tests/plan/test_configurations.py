@@ -114,28 +114,3 @@ def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
   assert 0.7 < seconds(fp8=True) / plain < 0.85
   assert seconds(kernel="xla") > plain
   assert seconds(microbatches=8) > plain
-
-
-DELAYED_FP8 = (
-  "--gin.train.te_config_cls=@te_helper.TransformerEngineConfig",
-  "--gin.te_helper.TransformerEngineConfig.enabled=1",
-  "--gin.te_helper.TransformerEngineConfig.recipe='delayed'",
-)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (["gin/optimizers/kfac.gin"], "by_kfac cannot measure the layers of a pipeline"),
-    pytest.param(
-      DELAYED_FP8, "recipe = 'delayed' is not supported with a pipeline", marks=pytest.mark.slow
-    ),
-  ],
-)
-def test_plan_refuses_the_pipelines_that_a_run_refuses(changes, message, capsys):
-  mesh = "--gin.partitioning.PjitPartitioner.mesh={'pipeline': 2, 'data': -1}"
-  scan = "--gin.network.TransformerConfig.scan_layers=True"
-  recipe = "gin/examples/gpt_126m_pile_pretrain.gin"
-  with pytest.raises(SystemExit):
-    plan(capsys, recipe, *changes, "--devices=8", scan, mesh)
-  assert message in capsys.readouterr().err

@@ -76,10 +76,7 @@ def test_heads_that_cannot_be_sharded_are_reported(capsys):
   tensor = "--gin.partitioning.PjitPartitioner.num_partitions=8"
   status, output = plan(capsys, "--devices=8", tensor, recipe=recipe)
   assert status == 0
-  assert (
-    "12 heads are not divisible by 8 (model): each device computes all of them. The divisors are 1, 2, 3, 4, 6"
-    in output
-  )
+  assert "12 heads are not divisible by 8 (model): each device computes all of them" in output
 
 
 @pytest.mark.parametrize(
