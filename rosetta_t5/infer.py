@@ -32,12 +32,6 @@ from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.telemetry.console import log_model_info
 
-_MODEL_METHODS = {
-  "predict": "predict_batch",
-  "score": "score_batch",
-  "predict_with_aux": "predict_batch_with_aux",
-}
-
 
 def infer(
   *,
@@ -102,7 +96,7 @@ def infer(
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
   del checkpoint_ds_iter, use_orbax
-  check_one_of("infer.mode", mode, _MODEL_METHODS)
+  check_one_of("infer.mode", mode, result_files.MODES)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   result_files.check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.find_checkpoints([restore_checkpoint_cfg])
@@ -138,7 +132,9 @@ def infer(
   # Results, task by task.
   infer_fn = functools.partial(
     get_infer_fn(
-      inference_step(model, _MODEL_METHODS[mode]),
+      inference_step(
+        model, mode.replace("predict", "predict_batch").replace("score", "score_batch")
+      ),
       batch_size=batch_size,
       train_state_axes=initializer.train_state_axes,
       partitioner=partitioner,
@@ -189,10 +185,7 @@ def infer(
 
 
 def _infer_task(
-  infer_fn: InferFn,
-  chunks: Iterator[tuple[int, Any, Any]],
-  write_chunk: Callable[[int, Any, Any], None],
-  watchdog: Watchdog,
+  infer_fn: InferFn, chunks: Iterator[Any], write_chunk: Callable[..., None], watchdog: Watchdog
 ) -> None:
   """Computes the results of the chunks; each is written while the next is computed."""
   writer = result_files.FailFastThreadPoolExecutor(max_workers=1)

@@ -16,7 +16,7 @@ from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
 from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
-from rosetta_t5.networks.precision import Fp8Choice, choose_fp8, describe_computation, with_fp8
+from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.out_of_memory import (
   INITIALIZATION,
   TRAINING,
@@ -25,7 +25,6 @@ from rosetta_t5.out_of_memory import (
 )
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.plan.estimate import placement
 from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry.console import (
   describe_setup,
@@ -33,7 +32,6 @@ from rosetta_t5.telemetry.console import (
   log_model_info,
   log_start,
 )
-from rosetta_t5.telemetry.gpus import GPUS_PER_NODE
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
@@ -130,31 +128,30 @@ def train(
 
   # Seeds. Those that are drawn are stored in the checkpoints, so that a restart uses them again.
   end = None if relative_steps else total_steps
+  save_cfg = checkpoint_cfg.save
   restore_cfg, restore_path = checkpoints.find_start_checkpoint(checkpoint_cfg, model_dir, end)
   earlier_facts = checkpoints.read_start_facts(model_dir, restore_path)
   if use_hardware_rng or random_seed is None:
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   drawn = distributed.draw_seed()
-  if random_seed is None:
-    random_seed = earlier_facts.get("random_seed", drawn)
-  data_seed = earlier_facts.get("train_dataset_seed", drawn)
-  data_seed = data.resolve_seed(train_dataset_cfg, data_seed)
-  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(random_seed), 2)
+  seed = earlier_facts.get("random_seed", drawn) if random_seed is None else random_seed
+  data_seed = data.resolve_seed(train_dataset_cfg, earlier_facts.get("train_dataset_seed", drawn))
+  init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(seed), 2)
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
-  setup = describe_setup(partitioner, train_dataset_cfg, checkpoint_cfg.save, model_dir)
+  setup = describe_setup(partitioner, train_dataset_cfg, save_cfg, model_dir)
   terminal.print_line(setup)
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=data_seed)
   data.check_same_files(train_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
   digests: dict[str, str] = {}
-  if verify_matching_vocabs_fn is not None:
-    verify_matching_vocabs_fn(train_cfg, model)
+  if (verify := verify_matching_vocabs_fn) is not None:
+    verify(train_cfg, model)
     digests = data.vocabulary_digests(model)
   checkpoints.check_model(model, digests, restore_cfg)
   source = checkpoints.read_source_config(restore_path) if restore_path else {}
-  facts = {"random_seed": random_seed, "train_dataset_seed": data_seed}
+  facts = {"random_seed": seed, "train_dataset_seed": data_seed}
   about_model = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
   facts |= {name: fact for name, fact in about_model.items() if fact}
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
@@ -164,12 +161,7 @@ def train(
     train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
   )
   predictions = PredictionEvaluation(
-    infer_eval_dataset_cfg,
-    inference_evaluator_cls,
-    model,
-    partitioner,
-    model_dir,
-    verify_matching_vocabs_fn,
+    infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, model_dir, verify
   )
 
   # State: restored from MODEL_DIR, else from the checkpoint to start from, else initialized.
@@ -183,14 +175,7 @@ def train(
   with explain_out_of_memory(INITIALIZATION):
     check_state_fits(initializer, partitioner)
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
-      train_state_initializer=initializer,
-      partitioner=partitioner,
-      restore_checkpoint_cfg=restore_cfg,
-      restore_path=restore_path,
-      fallback_init_rng=init_rng,
-      save_checkpoint_cfg=checkpoint_cfg.save,
-      model_dir=model_dir,
-      ds_iter=feed,
+      initializer, partitioner, restore_cfg, restore_path, init_rng, save_cfg, model_dir, feed
     )
     if state is None:
       state = initializer.from_scratch(init_rng)
@@ -226,7 +211,7 @@ def train(
     manager.restored_from if manager is not None else None,
     describe_examples(total_steps - first_step),
     computation,
-    _header_notes(model, model_dir, fp8, feed.element_spec, trainer, partitioner),
+    _header_notes(model, model_dir, feed.element_spec, trainer, partitioner),
   )
   terminal.print_line(description)
 
@@ -238,7 +223,7 @@ def train(
     evaluation=evaluation,
     predictions=predictions,
     concurrent_metrics=concurrent_metrics,
-    manager=manager if checkpoint_cfg.save else None,
+    manager=manager if save_cfg else None,
     actions=actions,
     run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
     model_dir=model_dir,
@@ -255,7 +240,7 @@ def train(
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
       with automatic_garbage_collection(enabled=not gc_period):
         loop.run(
-          save_cfg=checkpoint_cfg.save,
+          save_cfg=save_cfg,
           eval_period=eval_period,
           stats_period=stats_period,
           gc_period=gc_period,
@@ -272,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _header_notes(
   model: Any,
   model_dir: str,
-  fp8: Fp8Choice,
   batch: Mapping[str, Any],
   trainer: Any,
   partitioner: BasePartitioner,
@@ -280,14 +264,6 @@ def _header_notes(
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
   changing = filter(os.environ.get, CHANGES_NUMBERS)
   notes += [f"{name}={os.environ[name]} may change the numbers of the run" for name in changing]
-  if fp8.warning:
-    notes.append(f"fp8 {fp8.text}")
-  if not model.optimizer_def.uses_learning_rate:
-    notes.append(
-      "optax optimizers follow their own learning rate; Trainer.learning_rate_fn is only logged"
-    )
   notes += microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)
   notes += fp8_notes(model, batch, partitioner.mesh.shape)
-  if partitioner.mesh.size > GPUS_PER_NODE:
-    notes.append(placement(partitioner.mesh.shape))
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)

@@ -213,13 +213,6 @@ class TrainLoop:
     raise_if_nonfinite(
       trainer.first_nonfinite, trainer.train_state, self.manager, values, self._step
     )
-    rate = min(values.get(name, 0.0) for name in ("learning_rate", "learning_rate/current"))
-    # A schedule that falls to 0 may end slightly below it, because of rounding.
-    if rate < -1e-7 and self.evaluation.model.optimizer_def.uses_learning_rate:
-      raise ValueError(
-        f"the learning rate is negative ({rate:.4g}) at step {self._step}: correct the schedule, "
-        "trainer.Trainer.learning_rate_fn, so that it is at least 0 at every step"
-      )
 
   def _restore_after_skips(self) -> None:
     """Restores the last checkpoint before too many skipped steps; the data and the step continue.

@@ -228,7 +228,7 @@ def test_an_id_outside_the_vocabulary_is_reported_with_its_place_in_the_data(run
 def test_unwritable_output_folder_is_reported_first(run, tmp_path):
   (tmp_path / "file").write_text("kept")
   with pytest.raises(
-    ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written \(.*/file: Not"
+    ValueError, match=r"infer.output_dir = '.*/file/out' cannot be written: .*/file is not a folder"
   ):
     run(tmp_path / "file/out")
   with pytest.raises(ValueError, match=r"evaluate.output_dir = '.*/file' cannot be written"):
@@ -240,10 +240,6 @@ def test_unwritable_output_folder_is_reported_first(run, tmp_path):
       output_dir=str(tmp_path / "file"),
     )
   assert (tmp_path / "file").read_text() == "kept"
-  with pytest.raises(
-    ValueError, match=r"infer.output_dir = '/proc/results' cannot be written \(/proc"
-  ):
-    run(pathlib.Path("/proc/results"))  # Not even root can write there.
 
 
 def test_tfrecord_files_can_be_a_task(tmp_path):

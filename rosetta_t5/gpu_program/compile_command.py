@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.resources
@@ -69,19 +68,19 @@ def compile_recipe(options: argparse.Namespace) -> int:
 
 def _sizes(text: str) -> dict[str, int]:
   """Returns the sizes of a mesh that an argument gives as JSON."""
-  with contextlib.suppress(json.JSONDecodeError):
-    if isinstance(sizes := json.loads(text), dict):
-      return sizes
-  raise argparse.ArgumentTypeError(f"must be JSON such as '{{\"fsdp\": 8}}', got {text!r}")
+  try:
+    return dict(json.loads(text))
+  except (ValueError, TypeError) as error:
+    message = f"must be JSON such as '{{\"fsdp\": 8}}', got {text!r}"
+    raise argparse.ArgumentTypeError(message) from error
 
 
 def _mesh_bindings(mesh: dict[str, int] | None) -> list[str]:
   """Returns the flags that set a partitioner's mesh, in place of the recipe's."""
-  if not mesh:
-    return []
   partitioner = "--gin.partitioning.PjitPartitioner"
   unset = ("num_partitions", "model_parallel_submesh", "ici_mesh_shape", "dcn_mesh_shape")
-  return [f"{partitioner}.mesh={mesh}", *(f"{partitioner}.{name}=None" for name in unset)]
+  flags = [f"{partitioner}.mesh={mesh}", *(f"{partitioner}.{name}=None" for name in unset)]
+  return flags if mesh else []
 
 
 def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
@@ -112,7 +111,7 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   # Decoding is counted as if no text ended early.
   trips = plan.lengths["decoder"] if args.step == "predict" else 1
   timeline = time_program(parsed, gpu, plan.mesh, trips)
-  live = live_arrays(program.assignment, program.live_ranges, parsed)
+  live = live_arrays(program.live_ranges, parsed)
   memory = program.memory
   parts = {
     "arguments": memory.argument_size_in_bytes,

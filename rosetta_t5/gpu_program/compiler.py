@@ -38,14 +38,12 @@ class CompiledProgram:
     hlo: the optimized, scheduled program as text.
     seconds: how long compiling took.
     memory: jax's memory analysis.
-    assignment: XLA's report on where it puts each array in memory.
     live_ranges: XLA's report on when each array exists.
   """
 
   hlo: str
   seconds: float
   memory: Any
-  assignment: str
   live_ranges: str
 
 
@@ -117,7 +115,6 @@ def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> Comp
       hlo=compiled.as_text(),
       seconds=seconds,
       memory=compiled.memory_analysis(),
-      assignment=read("-buffer-assignment.txt"),
       live_ranges=read("-live-range.txt"),
     )
 

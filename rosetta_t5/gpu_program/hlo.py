@@ -1,13 +1,7 @@
-"""Reads XLA's optimized programs (HLO, as text): instructions, and the arrays that are live at the peak.
-
-XLA reports where it puts each array (its buffer assignment) and when the array exists (its live ranges).
-Its own list of the arrays at the peak counts the result of a loop beside the array that the loop writes, so
-it can name another moment.
-"""
+"""Reads XLA's optimized programs (HLO, as text): instructions, and the arrays that are live at the peak."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import json
@@ -15,8 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-import numpy as np
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -162,12 +154,7 @@ def _closing_parenthesis(text: str) -> int:
   return len(text)
 
 
-_ALLOCATION = re.compile(r"^allocation (\d+):", re.MULTILINE)
-_PLACED = re.compile(
-  r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})? @\d+> \(size=(\d+),offset=(\d+)\)", re.MULTILINE
-)
-_RANGE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
-_INDEX = re.compile(r"\bindex=(\d+)")
+_LIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
 
 
 class LiveArray(NamedTuple):
@@ -178,110 +165,24 @@ class LiveArray(NamedTuple):
   bytes: int
 
 
-class _LiveRange(NamedTuple):
-  """A part of an instruction's result, and when in the schedule it is in its buffer."""
-
-  start: int
-  end: int
-  instruction: Instruction
-  part: str
-
-
-def live_arrays(assignment: str, live_ranges: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays that are live at peak memory, largest first.
+def live_arrays(live_ranges: str, program: Program) -> list[LiveArray]:
+  """Returns the arrays that are live at peak memory, largest first, according to XLA.
 
   Args:
-    assignment: XLA's report on its buffer assignment.
-    live_ranges: XLA's report on live ranges.
+    live_ranges: XLA's report on live ranges. The moment is that of the largest sum of arrays, of which
+      several can share memory: with loops, the step needs its peak memory at another moment.
     program: the same program.
   """
-  ranges_of = _ranges_by_buffer(assignment, live_ranges, program)
-  used = np.zeros(
-    1 + max((live.end for members in ranges_of.values() for live in members), default=0)
-  )
-  for (_, _, size), members in ranges_of.items():
-    is_used = np.zeros(used.shape, bool)
-    for live in members:
-      is_used[live.start : live.end + 1] = True
-    used += size * is_used
-  peak = used.argmax()
+  defined = {n: i for body in program.computations.values() for n, i in body.items()}
+  _, _, peak = live_ranges.partition("(peak)")
   found = []
-  for (_, _, size), members in ranges_of.items():
-    if present := [live for live in members if live.start <= peak <= live.end]:
-      # The last one to arrive, if one array overwrites another.
-      live = max(present, key=lambda live: live.start)
-      number = int(live.part.split(",")[0]) if live.part else 0
-      arrays = live.instruction.arrays
-      array = arrays[min(number, len(arrays) - 1)]
+  for name, index, size in _LIVE.findall(peak):
+    if instruction := defined.get(name):
+      number = int(index.split(",")[0]) if index else 0
+      array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
       shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-      source = short_source(live.instruction.source) or live.instruction.name
-      found.append(LiveArray(shape, source, size))
-  return sorted(found, key=lambda each: -each.bytes)
-
-
-def _ranges_by_buffer(
-  assignment: str, live_ranges: str, program: Program
-) -> dict[tuple[str, int, int], list[_LiveRange]]:
-  """Returns the arrays in each buffer: (allocation, offset, bytes), which can hold one after the other."""
-  buffers: dict[tuple[str, str], tuple[str, int, int]] = {}
-  parts = _ALLOCATION.split(assignment)
-  for number, text in zip(parts[1::2], parts[2::2], strict=True):
-    for name, index, size, offset in _PLACED.findall(text):
-      buffers[name, index] = number, int(offset), int(size)
-  ranges_of = collections.defaultdict(list)
-  aliases = _Aliases(program)
-  ranges, _, _ = live_ranges.partition("(peak)")
-  for name, index, start, end in _RANGE.findall(ranges):
-    buffer = next((buffers[a] for a in aliases.of(name, index) if a in buffers), None)
-    if buffer is not None:
-      live = _LiveRange(int(start), int(end), aliases.defined[name], index)
-      ranges_of[buffer].append(live)
-  return ranges_of
-
-
-class _Aliases:
-  """Finds the names that instructions have for one array.
-
-  The result of a loop, the parameter of its body and the array that an iteration writes, which can be one
-  of several results of a fusion, share a buffer, which XLA reports for one of them.
-
-  Attributes:
-    defined: name → instruction.
-  """
-
-  def __init__(self, program: Program) -> None:
-    self.defined = {n: i for body in program.computations.values() for n, i in body.items()}
-    # The root of a loop's body by the loop, and the loop's operands by the parameters of its body.
-    self._same: dict[str, str] = {}
-    for caller in [*self.defined.values()]:
-      if caller.opcode not in ("while", "call"):
-        continue
-      body = [*program.computations[caller.called[-1]].values()]
-      self._same[caller.name] = body[-1].name
-      for parameter in body:
-        if parameter.opcode == "parameter":
-          self._same[parameter.name] = caller.operands[int(parameter.operands[0])]
-
-  def of(self, name: str, index: str) -> Iterator[tuple[str, str]]:
-    """Yields (name, index) of the array itself, and of what it is a part or the result of."""
-    path = tuple(index.split(",")) if index else ()
-    seen: set[tuple[str, tuple[str, ...]]] = set()
-    while name in self.defined and (name, path) not in seen:
-      seen.add((name, path))
-      yield name, ",".join(path)
-      name, path = self._source(self.defined[name], path)
-
-  def _source(self, instruction: Instruction, path: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Returns what an array, a part `path` of an instruction's result, is the same as; ("", ()) if nothing."""
-    if instruction.name in self._same:
-      return self._same[instruction.name], path
-    if instruction.opcode == "tuple" and path:
-      return instruction.operands[int(path[0])], path[1:]
-    if instruction.opcode == "get-tuple-element":
-      return instruction.operands[0], (*_INDEX.findall(instruction.attributes), *path)
-    if instruction.opcode in ("bitcast", "opt-barrier", "copy-done"):
-      return instruction.operands[0], path
-    return "", ()
+      found.append(LiveArray(shape, short_source(instruction.source) or name, int(size)))
+  return found
 
 
 def short_source(op_name: str) -> str:

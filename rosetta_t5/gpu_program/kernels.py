@@ -101,13 +101,8 @@ def _kind_of(program: Program, instruction: Instruction, flops: float) -> str:
     return OTHER
   if any(fused.opcode == "reduce" for fused in inside):
     return REDUCTION
-  return COPY if _is_copy(inside) else LOOP
-
-
-def _is_copy(inside: list[Instruction]) -> bool:
-  """Returns whether a fusion only moves and converts elements."""
   moves = {*_FREE, "copy", "transpose", "convert", "reshape", "slice", "concatenate", "pad"}
-  return all(fused.opcode in moves for fused in inside)
+  return COPY if all(fused.opcode in moves for fused in inside) else LOOP
 
 
 def _fused(program: Program, instruction: Instruction) -> Iterator[Instruction]:

@@ -151,12 +151,14 @@ class InferenceEvaluator:
     for task in self.eval_tasks:
       kinds = self._outputs.get(task.name, {}).items()
       predicted = next((x for kind, x in kinds if kind.name.startswith("PREDICTION")), ())
-      examples = self._evaluator.cached_task_datasets[task.name].take(number)
-      for example, tokens in zip(
-        examples.as_numpy_iterator(), _without_aux(predicted), strict=False
-      ):
-        given, target = (_feature_text(task, example, name) for name in ("inputs", "targets"))
-        prediction = token_text(task.output_features["targets"].vocabulary, tokens)
+      examples = self._evaluator.cached_task_datasets[task.name].take(number).as_numpy_iterator()
+      features = task.output_features
+      for example, tokens in zip(examples, _without_aux(predicted), strict=False):
+        given, target = (
+          token_text(features[name].vocabulary, example[name].tolist()) if name in example else ""
+          for name in ("inputs", "targets")
+        )
+        prediction = token_text(features["targets"].vocabulary, tokens)
         samples.append(Sample(task.name, given, target, prediction))
     return samples
 
@@ -178,16 +180,6 @@ def plain_numbers(metrics: Mapping[str, Mapping[str, Any]] | None) -> Values:
 def _without_aux(output: Any) -> Sequence[Any]:
   """Returns the model's output for each example, without the auxiliary values if there are any."""
   return output[0] if isinstance(output, tuple) and output else output
-
-
-def _feature_text(task: Any, example: Mapping[str, Any], name: str) -> str:
-  """Returns a feature's text before tokenization if the task keeps it, else its decoded tokens."""
-  text = example.get(f"{name}_pretokenized")
-  if isinstance(text, bytes):
-    return text.decode("utf-8", errors="replace")
-  if name not in example:
-    return ""
-  return token_text(task.output_features[name].vocabulary, example[name].tolist())
 
 
 @dataclasses.dataclass
@@ -332,8 +324,8 @@ class PredictionEvaluation:
 
 def _first_rows(dataset: Any, number: int) -> list[Row]:
   batch = {name: np.asarray(x) for name, x in next(as_batch_iterator(dataset)).items()}
-  size = min(number, *map(len, batch.values()))
-  return [{name: x[row] for name, x in batch.items()} for row in range(size)]
+  rows = range(min(number, *map(len, batch.values())))
+  return [{name: x[row] for name, x in batch.items()} for row in rows]
 
 
 def _run_in_background(make: Callable[[], Any]) -> Future[Any]:

@@ -229,8 +229,8 @@ def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int
     )
   if buckets and model is not None and model.has_experts:
     raise ValueError(
-      "input_length_buckets would change the results of a model with experts, because an expert has "
-      f"fewer slots for shorter rows, got {buckets!r}: set it to ()"
+      f"input_length_buckets = {buckets!r} would change the results of a model with experts, because an "
+      "expert has fewer slots for shorter rows: set it to ()"
     )
   return tuple(sorted(buckets))
 
@@ -300,16 +300,16 @@ def inference_step(model: Any, method: str) -> Callable[..., Any]:
   return {"predict_batch": predict, "score_batch": score}.get(method) or getattr(model, method)
 
 
-def notes_on_tokens_left_behind(aux: Mapping[str, Any]) -> Iterable[str]:
-  """Yields a note if experts had no slot for some tokens of these examples.
+def notes_on_tokens_left_behind(aux: Mapping[str, Any]) -> list[str]:
+  """Returns a note if experts had no slot for some tokens of these examples.
 
   Args:
     aux: the auxiliary values of the examples, {name: list}.
   """
   fractions = aux.get(LEFT_BEHIND, ())
-  if any(fractions):
-    mean = sum(fractions) / len(fractions)
-    yield (
-      f"no expert computed {mean:.2%} of the tokens, because its slots were taken: set a higher "
-      "eval_capacity_factor in the network's config"
-    )
+  if not any(fractions):
+    return []
+  return [
+    f"no expert computed {np.mean(fractions):.2%} of the tokens, because its slots were taken: set a "
+    "higher eval_capacity_factor in the network's config"
+  ]

@@ -9,7 +9,6 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,15 +47,11 @@ def check_output_dir(binding: str, folder: str) -> None:
     return
   path = pathlib.Path(folder).absolute()
   existing = next(p for p in (path, *path.parents) if p.exists())
-  try:
-    # Permissions do not show whether the file system is full, read-only or another user's.
-    with tempfile.TemporaryFile(dir=existing):
-      pass
-  except OSError as error:
+  if not existing.is_dir() or not os.access(existing, os.W_OK):
     raise ValueError(
-      f"{binding} = {folder!r} cannot be written ({existing}: {error.strerror}): set a folder that "
-      "you may write in"
-    ) from error
+      f"{binding} = {folder!r} cannot be written: {existing} is not a folder that you may write in. Set "
+      "another folder"
+    )
 
 
 def write_inferences_to_file(

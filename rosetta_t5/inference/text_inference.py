@@ -21,13 +21,7 @@ from rosetta_t5.data.pipeline.inference_data import (
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
-from rosetta_t5.inference.infer_fn import (
-  InferFn,
-  default_buckets,
-  get_infer_fn,
-  inference_step,
-  join_aux,
-)
+from rosetta_t5.inference.infer_fn import default_buckets, get_infer_fn, inference_step, join_aux
 from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.parallel import BasePartitioner
 
@@ -78,7 +72,7 @@ class TextInference:
     self._model, self._partitioner, self._axes = model, partitioner, train_state_axes
     self._batch_size, self._lengths = batch_size, task_feature_lengths
     self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
-    self._infer_fns: dict[Any, InferFn] = {}
+    self._infer_fns: dict[Any, Callable[..., Any]] = {}
     # A row of a decoder-only model contains inputs and targets.
     names = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)
     self._row_length = sum(task_feature_lengths.get(name, 0) for name in names)
@@ -143,7 +137,7 @@ class TextInference:
       all_aux = join_aux(all_aux, aux) if all_aux else aux
     return inferences, all_aux
 
-  def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> InferFn:
+  def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     if not isinstance(mode, InferenceType):
       raise ValueError(f"mode must be {' or '.join(map(str, InferenceType))}, got {mode!r}")
     key = (mode, repr(sorted(arguments.items())))

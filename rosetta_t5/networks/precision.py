@@ -82,12 +82,10 @@ class Fp8Choice:
   Attributes:
     make_matmul: the value for `T5Config.make_matmul`; None if fp8 is off.
     text: the decision and its reason, one line for the run's header.
-    warning: whether to warn the user that fp8 is off although it is on by default.
   """
 
   make_matmul: MakeMatmul | None
   text: str
-  warning: bool = False
 
 
 def choose_fp8(
@@ -110,7 +108,7 @@ def choose_fp8(
   problem = _missing_hardware_support(device or jax.devices()[0])
   if problem and not config.emulate:
     if config.requested is None:
-      return Fp8Choice(None, f"off: {problem}; running in T5Config.dtype", warning=True)
+      return Fp8Choice(None, f"off: {problem}; running in T5Config.dtype")
     raise ValueError(
       f"te_helper.TransformerEngineConfig.enabled = 1, but {problem}: set it to 0 (ENABLE_FP8=0 in "
       "the scripts), or emulate = True for a slow trial"

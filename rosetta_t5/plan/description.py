@@ -191,22 +191,16 @@ def _mesh_rows(plan: Plan) -> Rows:
   axes = " × ".join(f"{name} {size}" for name, size in plan.mesh.items())
   devices = f"{count} {kind + ' ' if kind else ''}device{'s' * (count > 1)}"
   hint = "" if plan.resolved.devices else " (--devices=N plans for another number)"
-  rows = [("mesh", f"{axes} on {devices}{hint}"), *_unsharded_heads(plan)]
+  rows = [("mesh", f"{axes} on {devices}{hint}")]
+  heads = getattr(getattr(plan["model"], "network_config", None), "num_heads", 0)
+  if heads % (shards := plan.mesh.get(MODEL_AXIS, 1)):
+    text = f"{heads} heads are not divisible by {shards} (model): each device computes all of them"
+    rows.append(("", text))
   if count > GPUS_PER_NODE:
     rows.append(("", placement(plan.mesh)))
   if plan.is_training and plan.mesh.get(PIPELINE_AXIS, 1) > 1:
     rows.append(("pipeline", str(plan.work.schedule)))
   return rows
-
-
-def _unsharded_heads(plan: Plan) -> Rows:
-  """Returns a note if attention is not sharded because `model` does not divide the heads."""
-  config = plan["model"].network_config if plan["model"] is not None else None
-  heads, shards = getattr(config, "num_heads", 0), plan.mesh.get(MODEL_AXIS, 1)
-  if heads % shards == 0:
-    return []
-  text = f"{heads} heads are not divisible by {shards} (model): each device computes all of them"
-  return [("", text)]
 
 
 def _batch_rows(plan: Plan) -> Rows:

@@ -83,11 +83,6 @@ class Estimate:
     """The time of a step."""
     return self.compute_seconds + self.bubble_seconds + self.waiting_seconds
 
-  @property
-  def efficiency(self) -> float:
-    """The share of the step that is computation."""
-    return self.compute_seconds / self.step_seconds
-
 
 def estimate_step(
   memory: StateMemory, params: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float

@@ -138,23 +138,24 @@ def _lists_only(source: Any) -> bool:
 
 
 def _has_vocabulary_files(plan: Any, cfg: Any) -> bool:
-  """Returns whether this machine has the SentencePiece models of a task and its model, where they are remote."""
+  """Returns whether the SentencePiece models of a task and its model are on this machine.
+
+  Raises:
+    ValueError: a path is not remote, and there is no such file.
+  """
   model = plan["model"]
   for vocabulary in (*get_vocabulary(cfg), model.input_vocabulary, model.output_vocabulary):
     path = getattr(vocabulary, "sentencepiece_model_file", "")
-    if path and not _is_remote(path):
-      local_path(path)  # raises ValueError if there is no such file
-    elif path and not _has_copy(path):
+    try:
+      is_here = not path or not _is_remote(local_path(path))
+    except ValueError:
+      if not _is_remote(path):
+        raise
+      is_here = False
+    if not is_here:
       plan.resolved.unchecked.append(f"the vocabulary {path} (it is not on this machine)")
       return False
   return True
-
-
-def _has_copy(path: str) -> bool:
-  try:
-    return not _is_remote(local_path(path))
-  except ValueError:
-    return False
 
 
 def _source_of_path(plan: Any) -> str:

@@ -110,15 +110,12 @@ def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
 def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
   speed = plan.dataset_cfg.batch_size / estimate.step_seconds
   bubble = f"{estimate.bubble_seconds:.3g} s in the pipeline's bubble, " if estimate.bubble else ""
-  return [
-    (
-      "step",
-      f"{estimate.step_seconds:.3g} s: {estimate.compute_seconds:.3g} s at an MFU of {mfu:g}, "
-      f"{bubble}{estimate.waiting_seconds:.3g} s waiting for links",
-    ),
-    ("speed", f"{speed:,.4g} sequences/s, {speed / plan.devices[0]:,.4g} per GPU"),
-    ("", f"{estimate.efficiency:.0%} of the time is computation"),
-  ]
+  step = (
+    f"{estimate.step_seconds:.3g} s: {estimate.compute_seconds:.3g} s at an MFU of {mfu:g}, "
+    f"{bubble}{estimate.waiting_seconds:.3g} s waiting for links"
+  )
+  text = f"{speed:,.4g} sequences/s, {speed / plan.devices[0]:,.4g} per GPU"
+  return [("step", step), ("speed", text)]
 
 
 def _traffic_rows(estimate: Estimate) -> Rows:

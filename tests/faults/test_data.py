@@ -272,11 +272,6 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
     status=2,
   ),
   Fault(
-    "a schedule becomes negative during the run",
-    schedule("0.01 - 0.002 * step"),
-    expected=r"the learning rate is negative \(-0\.002\) at step 7.*learning_rate_fn",
-  ),
-  Fault(
     "the parameters overflow although loss and gradients are finite",
     schedule("1e38"),
     expected=r"training is not finite \(NaN or infinity\) at step 5: first in metric weight_norm",
