@@ -132,35 +132,36 @@ def mesh_config(
   Raises:
     ValueError: no mesh is defined, or several are, or a setting is impossible.
   """
-  submesh, ici, dcn = model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
-  if (dcn and not ici) or (mesh_order and not mesh):
+  if (dcn_mesh_shape and not ici_mesh_shape) or (mesh_order and not mesh):
     raise ValueError(
-      f"PjitPartitioner.dcn_mesh_shape = {dcn} requires ici_mesh_shape, and mesh_order = "
+      f"PjitPartitioner.dcn_mesh_shape = {dcn_mesh_shape} requires ici_mesh_shape, and mesh_order = "
       f"{tuple(mesh_order)} requires mesh: set both, or neither"
     )
+  if ici_mesh_shape and not mesh:  # As in T5X, it takes precedence.
+    return _hybrid_config(ici_mesh_shape, dcn_mesh_shape)
   # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
-  is_implied = num_partitions == 1 or (submesh and num_partitions == math.prod(submesh))
+  partitions = math.prod(model_parallel_submesh or ())
   settings = {
-    "num_partitions": None if is_implied or (ici and not mesh) else num_partitions,
-    "model_parallel_submesh": None if ici and not mesh else submesh,
-    "ici_mesh_shape": ici,
+    "num_partitions": None if num_partitions in (1, partitions) else num_partitions,
+    "model_parallel_submesh": model_parallel_submesh,
+    "ici_mesh_shape": ici_mesh_shape,
     "mesh": mesh,
   }
-  given = {name: value for name, value in settings.items() if value}
-  if len(given) > 1 or not (given or num_partitions):
+  given = {name: value for name, value in settings.items() if value} or {"num_partitions": 1}
+  if len(given) > 1 or not any((num_partitions, model_parallel_submesh, mesh)):
     raise ValueError(
-      f"PjitPartitioner needs one of {', '.join(settings)}, got {given or 'none of them'}: set "
+      f"PjitPartitioner needs one of {', '.join(settings)}, got {given}: set "
       "partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or mesh = "
       '{"data": -1}, and the others to None'
     )
   if mesh:
     return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
-  if not ici:
-    size = math.prod(submesh) if submesh else num_partitions or 1
-    setting = (
-      f"model_parallel_submesh = {tuple(submesh)}" if submesh else f"num_partitions = {size}"
-    )
-    return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size}, setting)
+  ((name, value),) = given.items()
+  size = partitions if model_parallel_submesh else num_partitions or 1
+  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size}, f"{name} = {value}")
+
+
+def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
   if {len(ici), len(dcn or ici)} != {2}:
     raise ValueError(
       "PjitPartitioner.ici_mesh_shape and dcn_mesh_shape must each be two integers (data, model), got "
@@ -168,8 +169,7 @@ def mesh_config(
     )
   data, model = (i * d for i, d in zip(ici, dcn or (1, 1), strict=True))
   setting = f"ici_mesh_shape = {tuple(ici)}" + (f", dcn_mesh_shape = {tuple(dcn)}" if dcn else "")
-  grids = (tuple(ici), tuple(dcn)) if dcn else None
-  return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, grids)
+  return MeshConfig({DATA_AXIS: data, MODEL_AXIS: model}, setting, (ici, dcn) if dcn else None)
 
 
 def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str, int]:
