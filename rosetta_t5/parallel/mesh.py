@@ -142,13 +142,13 @@ def mesh_config(
   # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
   partitions = math.prod(model_parallel_submesh or ())
   settings = {
-    "num_partitions": None if num_partitions in (1, partitions) else num_partitions,
+    "num_partitions": num_partitions if num_partitions not in (1, partitions) else None,
     "model_parallel_submesh": model_parallel_submesh,
     "ici_mesh_shape": ici_mesh_shape,
     "mesh": mesh,
   }
-  given = {name: value for name, value in settings.items() if value} or {"num_partitions": 1}
-  if len(given) > 1 or not any((num_partitions, model_parallel_submesh, mesh)):
+  given = dict(filter(lambda setting: setting[1], settings.items()))
+  if len(given) > 1 or not (given or num_partitions):
     raise ValueError(
       f"PjitPartitioner needs one of {', '.join(settings)}, got {given}: set "
       "partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or mesh = "
@@ -156,9 +156,11 @@ def mesh_config(
     )
   if mesh:
     return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
-  ((name, value),) = given.items()
-  size = partitions if model_parallel_submesh else num_partitions or 1
-  return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: size}, f"{name} = {value}")
+  if model_parallel_submesh:
+    setting = f"model_parallel_submesh = {tuple(model_parallel_submesh)}"
+    return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: partitions}, setting)
+  sizes = {DATA_AXIS: -1, MODEL_AXIS: num_partitions}
+  return MeshConfig(sizes, f"num_partitions = {num_partitions}")  # type: ignore[arg-type]
 
 
 def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
