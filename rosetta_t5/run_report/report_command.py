@@ -54,21 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report_runs(options: argparse.Namespace) -> int:
   """Writes the page, or serves it; returns the exit status."""
-  if not options.follow:
-    _write(options.folders, pathlib.Path(options.out or _PAGE))
+  out = pathlib.Path(options.out or _PAGE)
+  if options.follow:
+    if options.out:
+      raise ConfigError("--follow serves the page and writes no file: leave out --out")
+    with ReportServer(options.folders, options.port) as server:
+      print(f"{server.address}  refreshes every {REFRESH_SECONDS:g} s; Ctrl-C ends it", flush=True)
+      server.serve_forever()
     return 0
-  if options.out:
-    raise ConfigError("--follow serves the page and writes no file: leave out --out")
-  with ReportServer(options.folders, options.port) as server:
-    print(f"{server.address}  refreshes every {REFRESH_SECONDS:g} s; Ctrl-C ends it", flush=True)
-    server.serve_forever()
-  return 0
-
-
-def _write(folders: Sequence[str], out: pathlib.Path) -> None:
   if out.is_file() and not out.read_bytes().startswith(_BEGIN):
     raise ConfigError(f"--out {out} exists and is not a page of this command: set another file")
-  runs = read_runs(folders)
+  runs = read_runs(options.folders)
   page = build_page(runs)
   out.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(out, page)
@@ -77,6 +73,7 @@ def _write(folders: Sequence[str], out: pathlib.Path) -> None:
       print(f"note: {run.name}: {note}")
   names = ", ".join(run.name for run in runs)
   print(f"{out}  {len(page) / 1e6:.1f} MB, {names}: open it in a browser; it needs no network")
+  return 0
 
 
 class ReportServer(http.server.ThreadingHTTPServer):

@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -271,25 +271,20 @@ def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]
 
   The cell of a metric that a step does not have is empty.
   """
-  tasks = dict.fromkeys(task for by_task in metrics.values() for task in by_task)
-  return "\n".join(line for task in tasks for line in _table_lines(task, metrics))
-
-
-def _table_lines(
-  task: str, metrics: Mapping[int, Mapping[str, Mapping[str, float]]]
-) -> Iterator[str]:
-  by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
-  names = list(dict.fromkeys(name for values in by_step.values() for name in values))
-  rows = [[task, "step", *names]]
-  for step, values in by_step.items():
-    cells: list[Any] = [values.get(name, "") for name in names]
-    rows.append(
-      ["", str(step), *(str(x) if isinstance(x, int | str) else f"{x:.5g}" for x in cells)]
-    )
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  for title, *row in rows:
-    aligned = map(str.rjust, row, widths[1:])
-    yield "  ".join([title.ljust(widths[0]), *aligned]).rstrip()
+  lines = []
+  for task in dict.fromkeys(task for by_task in metrics.values() for task in by_task):
+    by_step = {step: by_task[task] for step, by_task in sorted(metrics.items()) if task in by_task}
+    names = list(dict.fromkeys(name for values in by_step.values() for name in values))
+    rows = [[task, "step", *names]]
+    for step, values in by_step.items():
+      cells: list[Any] = [values.get(name, "") for name in names]
+      texts = (str(x) if isinstance(x, int | str) else f"{x:.5g}" for x in cells)
+      rows.append(["", str(step), *texts])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for title, *row in rows:
+      aligned = map(str.rjust, row, widths[1:])
+      lines.append("  ".join([title.ljust(widths[0]), *aligned]).rstrip())
+  return "\n".join(lines)
 
 
 def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
