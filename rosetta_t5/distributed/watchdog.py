@@ -30,7 +30,6 @@ VARIABLE = "ROSETTA_T5_STALL_SECONDS"
 SILENCE_S = 12.0
 _DEFAULT_LIMIT_S = 1800.0
 _REPORT_INTERVAL_S = 5.0
-_STACK_FRAMES = 12
 _STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
 
@@ -162,7 +161,7 @@ class Watchdog:
     seconds, stack = self.seconds_in_phase, ""
     if seconds > self._limit_s / 2:
       frame = sys._current_frames()[threading.main_thread().ident or 0]
-      stack = "".join(traceback.format_stack(frame, _STACK_FRAMES))
+      stack = "".join(traceback.format_stack(frame, limit=12))
     host, index = f"{socket.gethostname()}, process id {os.getpid()}", jax.process_index()
     report = Report(index, host, self._phase, seconds, stack, has_left)
     text = json.dumps([number, dataclasses.asdict(report)])

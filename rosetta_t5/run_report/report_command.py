@@ -90,13 +90,15 @@ class ReportServer(http.server.ThreadingHTTPServer):
       refresh_seconds: how often the page asks for new data.
 
     Raises:
-      ValueError: a folder contains no run.
-      OSError: the port is in use.
+      ValueError: a folder contains no run, or the port is in use.
     """
     self.folders = folders
     self.refresh_seconds = refresh_seconds
     read_runs(folders)  # Errors are reported before anything is served.
-    super().__init__((_HOST, port), _Handler)
+    try:
+      super().__init__((_HOST, port), _Handler)
+    except (OSError, OverflowError) as error:
+      raise ConfigError(f"--port {port} cannot be used ({error}): give another one") from error
 
   @property
   def address(self) -> str:

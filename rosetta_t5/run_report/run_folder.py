@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -285,7 +285,7 @@ def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int,
       samples[str(row.get("task"))].setdefault(int(step), []).append(_texts_of(row))
   # Of a step that a restart has repeated, the last predictions remain.
   shown = {
-    task: {step: by_step[step][-_MAX_EXAMPLES:] for step in _last(by_step)}
+    task: {step: by_step[step][-_MAX_EXAMPLES:] for step in sorted(by_step)[-_MAX_EVALUATIONS:]}
     for task, by_step in samples.items()
   }
   files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
@@ -295,13 +295,9 @@ def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int,
   for task, of_step in files.items():
     shown[task] = {
       step: [*map(_texts_of, _read_json_lines(of_step[step], notes, _MAX_EXAMPLES))]
-      for step in _last(of_step)
+      for step in sorted(of_step)[-_MAX_EVALUATIONS:]
     }
   return shown
-
-
-def _last(steps: Iterable[int]) -> list[int]:
-  return sorted(steps)[-_MAX_EVALUATIONS:]
 
 
 def _texts_of(row: Mapping[str, Any]) -> Texts:

@@ -87,6 +87,7 @@ def test_nothing_in_a_run_becomes_markup(tmp_path):
     (["{run}", "--out", "{tmp}"], "error: {tmp}: Is a directory"),
     (["{run}", "--out", "{run}/config.gin/a.html"], "config.gin: (Not a directory|File exists)"),
     (["{run}", "--follow", "--out", "{tmp}/a.html"], "--follow serves the page and writes no file"),
+    (["{run}", "--follow", "--port", "99999"], "--port 99999 cannot be used"),
   ],
 )
 def test_errors_name_the_argument(arguments, message, runs, tmp_path, capsys):
