@@ -118,7 +118,7 @@ def run_actions(
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
   values = metrics_by_task.get(task, {})
   value = values.get(metric)
-  value = value.value if isinstance(value, clu_values.Scalar) else value
+  value = np.asarray(value.value) if isinstance(value, clu_values.Scalar) else value
   if isinstance(value, (float, np.floating, np.ndarray, jax.Array)):
     return float(np.asarray(value))
   logging.warning("task %r has no number as its metric %r; it has %s", task, metric, dict(values))
