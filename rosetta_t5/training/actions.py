@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 from clu import values as clu_values
@@ -118,9 +117,10 @@ def run_actions(
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:
   values = metrics_by_task.get(task, {})
   value = values.get(metric)
-  value = np.asarray(value.value) if isinstance(value, clu_values.Scalar) else value
-  if isinstance(value, (float, np.floating, np.ndarray, jax.Array)):
-    return float(np.asarray(value))
+  if isinstance(value, clu_values.Scalar):
+    return float(np.asarray(value.value))
+  if isinstance(value, (float, np.floating)):
+    return float(value)
   logging.warning("task %r has no number as its metric %r; it has %s", task, metric, dict(values))
   return None
 
