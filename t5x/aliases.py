@@ -24,15 +24,16 @@ _TYPES = """
   ActionMapType Activation Array ArrayMapFuture ArrayType BaseTrainerConstructor BatchSpec BatchType
   BatchesType CheckpointManagerConstructor CheckpointerConstructor CompiledPartitionedCallable
   CreateDecodingStateCallbackFn CreatePostprocessorFn CreatePreprocessorFn DType Dataset
-  DecoderParamsSpec Dtype EvaluatorConstructor FlaxMutables GetDatasetCallable
+  DecodeFnCallable DecoderParamsSpec Dtype EvaluatorConstructor FlaxMutables GetDatasetCallable
   GetEvalDatasetCallable Gradients HardwareMesh InferFnCallable InferStepCallable
   InferStepWithRngCallable InferStepWithoutRngCallable InferenceFn InitFnCallable Initializer
   InitializerAxis JaxDevice LearningRateCallable MergeFn MetricMapSpec MetricMapType
   MetricValueMapFuture MetricValueMapType MetricsMap ModelWeights MutableMetricMapType NdInitializer
-  OtherMesh PRNGKey ParamTree PartitionedCallable PartitionedEvalCallable PartitionedTrainCallable
-  PostprocessorFn PreprocessorFn PyTree PyTreeDef Pytree RestoreStateTransformationFn Rng
-  SaveStateTransformationFn ScalarOrArrayType SummarizeMetricsCallable TimeFuture TpuMesh TrainState
-  WarmupExample WarmupExamples WriteFn
+  OptimizerDefType OptimizerStateType OptimizerType OtherMesh PRNGKey ParamTree PartitionedCallable
+  PartitionedEvalCallable PartitionedTrainCallable PostprocessorFn PreprocessorFn PyTree PyTreeDef
+  Pytree RestoreStateTransformationFn Rng SaveStateTransformationFn ScalarOrArrayType
+  SummarizeMetricsCallable TimeFuture TokensIdsToLogitsCallable TpuMesh TrainState WarmupExample
+  WarmupExamples WriteFn
 """
 
 IMPORTED_NAMES: dict[str, Any] = {

@@ -13,17 +13,10 @@ from flax.core import unfreeze
 from jaxtyping import Array, Float, Int
 
 from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber
-from rosetta_t5.decoding import beams
-from rosetta_t5.decoding.next_token import (
-  NEG_INF,
-  Controls,
-  DecodingState,
-  TokensToLogits,
-  apply_controls,
-)
+from rosetta_t5.decoding import beams, next_token
 
 # The default of `min_log_prob`: the search never ends early.
-NEG_INF_VALUE = float(NEG_INF)
+NEG_INF_VALUE = float(next_token.NEG_INF)
 
 
 class BeamState(struct.PyTreeNode):
@@ -105,7 +98,7 @@ def beam_init(
 def beam_search(
   inputs: Int[Array, "batch length"],
   cache: beams.Cache,
-  tokens_to_logits: TokensToLogits,
+  tokens_to_logits: next_token.TokensToLogits,
   eos_id: int,
   num_decodes: Positive = 4,
   alpha: float | Float[Array, ""] = 0.6,
@@ -161,7 +154,7 @@ def beam_search(
   last = jnp.int32(max_len - 1)
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
-  controls = Controls(
+  controls = next_token.Controls(
     repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
   )
   # In the loop the cache has beams in its batch dimension, as the model expects. With a separate
@@ -200,24 +193,24 @@ def _can_improve(state: BeamState, longest_penalty: jax.Array) -> jax.Array:
 
 def _next_log_probs(
   state: BeamState,
-  tokens_to_logits: TokensToLogits,
+  tokens_to_logits: next_token.TokensToLogits,
   prompts_BL: jax.Array,
   eos_id: int,
-  controls: Controls,
+  controls: next_token.Controls,
 ) -> tuple[jax.Array, Any]:
   """Returns the log probabilities [batch, beam, vocabulary] of the next tokens, and the new cache."""
   batch_size, beam_size, _ = state.live_seqs.shape
   index_BKx1 = _index_like(state.cur_index, state.live_seqs)[..., :1]
   tokens_BK1 = jnp.take_along_axis(state.live_seqs, index_BKx1, axis=2)
   index_N, seqs_NL = index_BKx1.reshape(-1), beams.flatten_beam_dim(state.live_seqs)
-  decoding_state = DecodingState(
+  decoding_state = next_token.DecodingState(
     cur_index=state.cur_index if state.initial_index is None else index_N,
     sequences=seqs_NL,
     cur_token=beams.flatten_beam_dim(tokens_BK1),
     cache=state.cache,
   )
   logits_NV, cache = tokens_to_logits(decoding_state)
-  log_probs_NV = apply_controls(
+  log_probs_NV = next_token.apply_controls(
     jax.nn.log_softmax(logits_NV.astype(jnp.float32)),
     seqs_NL,
     index_N,

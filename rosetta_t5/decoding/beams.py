@@ -168,10 +168,7 @@ def _top_k(k: int, x_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def gather_topk_beams(
-  nested: PyTree,
-  score_or_log_prob: Float[Array, "batch beam"],
-  batch_size: int,
-  new_beam_size: int,
+  nested: PyTree, score_or_log_prob: Float[Array, "batch beam"], batch_size: int, new_beam_size: int
 ) -> PyTree:
   """Returns the best `new_beam_size` beams of arrays [batch, beam, ...], the best last."""
   _, best_first = top_k_two_stage(score_or_log_prob, new_beam_size)

@@ -20,16 +20,7 @@ from rosetta_t5.argument_types import (
   PositiveNumber,
   Probability,
 )
-from rosetta_t5.decoding import beams
-from rosetta_t5.decoding.next_token import (
-  NEG_INF,
-  Controls,
-  DecodingState,
-  TokensToLogits,
-  apply_controls,
-  topk_mask,
-  topp_mask,
-)
+from rosetta_t5.decoding import beams, next_token
 
 # Lower temperatures count as 0.
 MIN_TEMPERATURE = np.array(1e-4)
@@ -66,7 +57,7 @@ LogitCallbackFn = Callable[[jax.Array, SamplingLoopState], jax.Array]
 def temperature_sample(
   inputs: Int[Array, "batch length"],
   cache: beams.Cache,
-  tokens_to_logits: TokensToLogits,
+  tokens_to_logits: next_token.TokensToLogits,
   eos_id: int,
   decode_rng: jax.Array | None = None,
   num_decodes: Positive = 1,
@@ -126,7 +117,7 @@ def temperature_sample(
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
-  controls = Controls(
+  controls = next_token.Controls(
     repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
   )
   start = _initial_state(inputs, cache, num_decodes, cache_offset, initial_index, decode_rng)
@@ -134,7 +125,11 @@ def temperature_sample(
   max_len: int | jax.Array = prompts.shape[1]
   if max_decode_steps is not None:
     max_len = jnp.minimum(max_len, jnp.sum(prompts != 0, axis=1) + max_decode_steps)
-  eos_in_prompt = _count_eos(start.sequences, eos_id)
+
+  def count_eos(sequences: jax.Array) -> jax.Array:
+    return jnp.sum(sequences == eos_id, axis=-1, keepdims=True)
+
+  eos_in_prompt = count_eos(start.sequences)
   change_state = state_callback_fn or (lambda state: state)
   change_logits = logit_callback_fn or (lambda logits, state: logits)
 
@@ -142,14 +137,18 @@ def temperature_sample(
     state = change_state(state)
     sample_rng, rng = jax.random.split(state.rng)
     logits_BV, new_cache = tokens_to_logits(
-      DecodingState(state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache)
+      next_token.DecodingState(
+        state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache
+      )
     )
-    logits_BV = apply_controls(
+    logits_BV = next_token.apply_controls(
       logits_BV, state.sequences, state.cur_index, prompts, eos_id, controls
     )
     logits_BV = change_logits(logits_BV, state)
     sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
-    new_state = _append(state, *sampled, max_len, eos_id, eos_in_prompt)
+    new_state = _append(
+      state, *sampled, max_len, lambda sequences: count_eos(sequences) > eos_in_prompt
+    )
     return new_state.replace(cache=unfreeze(new_cache), rng=rng)
 
   final = jax.lax.while_loop(lambda state: ~jnp.all(state.ended), step, start)
@@ -178,19 +177,14 @@ def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> N
 
 
 def _initial_state(
-  inputs_BL: jax.Array,
-  cache: Any,
-  num_decodes: int,
-  cache_offset: int,
-  initial_index_B: jax.Array | None,
-  rng: jax.Array | None,
+  inputs_BL: jax.Array, cache: Any, num_decodes: int, offset: int, initial_index_B: Any, rng: Any
 ) -> SamplingLoopState:
   """Returns the state before the first step, with each sequence `num_decodes` times."""
   is_prefilled = initial_index_B is not None
   index = jnp.zeros(len(inputs_BL), jnp.int32) if initial_index_B is None else initial_index_B
   if num_decodes > 1:
     expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
-    expand_cache = functools.partial(expand, offset=cache_offset)
+    expand_cache = functools.partial(expand, offset=offset)
     cache = beams.cache_map(expand_cache, cache, apply_to_index=is_prefilled)
     inputs_BL, index = expand(inputs_BL), expand(index)
   # Two more positions: one because position 0 is the start token, and one for the tokens of sequences
@@ -217,10 +211,10 @@ def _sample(
   def sample() -> tuple[jax.Array, jax.Array]:
     scaled_BV = logits_BV / jnp.maximum(temperature, MIN_TEMPERATURE)
     if not isinstance(topk, int) or topk:
-      masked_BV = topk_mask(scaled_BV, topk, NEG_INF)
+      masked_BV = next_token.topk_mask(scaled_BV, topk, next_token.NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topk) > 0, masked_BV, scaled_BV)
     if not isinstance(topp, (int, float)) or topp:
-      masked_BV = topp_mask(scaled_BV, topp, NEG_INF)
+      masked_BV = next_token.topp_mask(scaled_BV, topp, next_token.NEG_INF)
       scaled_BV = jnp.where(jnp.asarray(topp) > 0, masked_BV, scaled_BV)
     tokens_B = jax.random.categorical(rng, scaled_BV).astype(jnp.int32)
     return tokens_B, _log_prob_of(scaled_BV if rescale else logits_BV, tokens_B)
@@ -248,9 +242,8 @@ def _append(
   state: SamplingLoopState,
   tokens_B: jax.Array,
   log_probs_B: jax.Array,
-  max_len: int | jax.Array,
-  eos_id: int,
-  eos_in_prompt_Bx1: jax.Array,
+  max_len: Any,
+  has_ended: Any,
 ) -> SamplingLoopState:
   """Returns the state with the tokens, or the prompt's, at the next position; 0 after the end."""
   # A sequence that is full while others are not repeatedly writes to its last position.
@@ -268,10 +261,6 @@ def _append(
     cur_index=index_B + 1,
     sequences=sequences,
     cur_token=tokens_B[:, None],
-    ended=state.ended | is_full_Bx1 | (_count_eos(sequences, eos_id) > eos_in_prompt_Bx1),
+    ended=state.ended | is_full_Bx1 | has_ended(sequences),
     log_prob=log_prob,
   )
-
-
-def _count_eos(sequences_BL: jax.Array, eos_id: int) -> jax.Array:
-  return jnp.sum(sequences_BL == eos_id, axis=-1, keepdims=True)

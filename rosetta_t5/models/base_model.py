@@ -13,7 +13,6 @@ import jax
 from jaxtyping import Array, Float
 
 from rosetta_t5.argument_types import near_hint
-from rosetta_t5.decoding import TokensToLogits
 from rosetta_t5.models.batch_metrics import Metrics
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.training import losses
@@ -122,12 +121,6 @@ class BaseModel(abc.ABC):
     """Returns the initial variables by collection, for inputs of these shapes."""
 
 
-# T5X's name.
-TokensIdsToLogitsCallable = TokensToLogits
-# A decode function, which a model calls with keyword arguments; see docs/decoding.md (T5X's name).
-DecodeFnCallable = Callable[..., tuple[jax.Array, jax.Array]]
-
-
 def has_argument(function: Callable[..., Any], argument: str) -> bool:
   """Returns whether a function has a parameter of this name."""
   return argument in inspect.signature(function).parameters
@@ -140,7 +133,7 @@ def accepts(function: Callable[..., Any], argument: str) -> bool:
 
 
 def call_decode_fn(
-  decode_fn: DecodeFnCallable,
+  decode_fn: Callable[..., tuple[jax.Array, jax.Array]],
   decoder_params: Mapping[str, Any] | None,
   rng: jax.Array | None,
   optional: Mapping[str, Any],

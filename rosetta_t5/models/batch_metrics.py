@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -227,8 +226,8 @@ def _loads_by_layer(
     side = path[0]
     num_layers: int = getattr(config, f"num_{side}_layers", getattr(config, "num_layers", 0))
     # An iteration of a scan calls one layer or, under their names, several.
-    matches = [match for part in path if (match := re.fullmatch(r"layers_(\d+)", part))]
-    first, step = int(matches[0][1]) if matches else 0, num_layers // len(vector)
+    first = next((int(part[7:]) for part in path if part.startswith("layers_")), 0)
+    step = num_layers // len(vector)
     for iteration in range(len(vector)):
       loads[f"{_LOAD}/{side}/layers_{first + iteration * step}"] = vector[iteration]
   return loads

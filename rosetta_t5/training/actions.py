@@ -79,10 +79,10 @@ class EarlyStoppingAction(BaseAction):
     self._last_values.append(value)
     if len(self._last_values) < (self._last_values.maxlen or 0):
       return False
-    return not any(itertools.starmap(self._is_better, itertools.pairwise(self._last_values)))
-
-  def _is_better(self, before: float, after: float) -> bool:
-    return self._sign * (after - before) > self._atol + self._rtol * abs(before)
+    return not any(
+      self._sign * (after - before) > self._atol + self._rtol * abs(before)
+      for before, after in itertools.pairwise(self._last_values)
+    )
 
 
 class TerminateOnNanAction(BaseAction):

@@ -66,23 +66,20 @@ def compute_weighted_cross_entropy(
 
 
 def weighted_sums(
-  loss: Float[Array, "*tokens"],
-  z_term: Float[Array, "*tokens"],
-  weights: Num[Array, "*tokens"] | None = None,
-  loss_normalizing_factor: Scalar | None = None,
+  loss: jax.Array, z_term: jax.Array, weights: jax.Array | None, factor: Scalar | None
 ) -> tuple[Float[Array, ""], Float[Array, ""], Scalar]:
   """Returns the sums over all tokens of loss, z-loss and weights; the losses divided by the factor.
 
   Args:
-    loss: each token's loss.
-    z_term: the z-loss that is a part of it.
+    loss: each token's loss, *tokens.
+    z_term: the z-loss that is a part of it, *tokens.
     weights: the weight of each token; None for 1.
-    loss_normalizing_factor: the divisor of both losses; None for a plain sum.
+    factor: the divisor of both losses; None for a plain sum.
   """
   weight_sum: Scalar = float(math.prod(loss.shape))
   if weights is not None:
     loss, z_term, weight_sum = loss * weights, z_term * weights, jnp.sum(weights)
-  scale = 1.0 if loss_normalizing_factor is None else 1.0 / loss_normalizing_factor
+  scale = 1.0 if factor is None else 1.0 / factor
   return jnp.sum(loss) * scale, jnp.sum(z_term) * scale, weight_sum
 
 
@@ -141,8 +138,7 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
 
 
 def get_loss_normalizing_factor_and_weights(
-  loss_normalizing_factor: LossNormalizingFactor | None,
-  batch: Mapping[str, jax.Array],
+  loss_normalizing_factor: LossNormalizingFactor | None, batch: Mapping[str, jax.Array]
 ) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
   """Returns the divisor of the loss, and the weight of each target token.
 

@@ -68,17 +68,17 @@ def _step_loss(
   loss_fn: LossFn,
   state: State,
   batch: Batch,
-  dropout_rng: jax.Array,
-  num_microbatches: int | None,
+  rng: jax.Array,
+  num_parts: int | None,
 ) -> StepLoss:
-  parts = num_microbatches or 1
+  parts = num_parts or 1
 
   def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
     whole = with_divisors(batch) if parts > 1 else batch
     part = {name: value[: len(value) // parts] for name, value in whole.items()}
     part = {name: _constrain_to_batch(value) for name, value in part.items()}
     mutables = {**state.flax_mutables, **(variables or {})}
-    return loss_fn(params, part, dropout_rng, *([mutables] if mutables else []))[0]
+    return loss_fn(params, part, rng, *([mutables] if mutables else []))[0]
 
   return StepLoss(loss, of_first_microbatch, parts)
 

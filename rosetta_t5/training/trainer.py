@@ -18,15 +18,7 @@ from rosetta_t5.argument_types import NonNegative
 from rosetta_t5.parallel.data_layout import check_row_lengths
 from rosetta_t5.parallel.partitioner import BasePartitioner
 from rosetta_t5.telemetry.metrics_manager import MakeWriter, MetricsManager, now
-from rosetta_t5.training.step import (
-  FIRST_NONFINITE,
-  Batch,
-  FirstNonFinite,
-  Metrics,
-  PyTree,
-  eval_step,
-  train_step,
-)
+from rosetta_t5.training.step import FIRST_NONFINITE, Batch, Metrics, PyTree, eval_step, train_step
 from rosetta_t5.training.train_state import TrainState
 
 _REPLICATED = PartitionSpec()
@@ -48,7 +40,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
     train_state: the state after the last step.
     train_metrics_manager: writes the metrics of `train`.
     eval_metrics_managers: writes the metrics of `eval`, one manager per evaluation task.
-    first_nonfinite: the first step of the last call of `train` whose loss or gradients were not
+    first_nonfinite: a `FirstNonFinite`, the first step of the last call of `train` whose loss or gradients were not
       finite; None if the train step does not return such a record.
     stop_training: a subclass sets it to True to end the run when `train` returns.
   """
@@ -88,7 +80,7 @@ class BaseTrainer(contextlib.AbstractContextManager):
       name: MetricsManager(f"training_eval/{name}", summary_dir, extra_writers)
       for name in eval_names
     }
-    self.first_nonfinite: FirstNonFinite | None = None
+    self.first_nonfinite: Any = None
     self.stop_training = False
     self._created = now()
     self._merge = jax.jit(merge_metrics)
@@ -288,14 +280,11 @@ class Trainer(BaseTrainer):
       num_microbatches=self._num_microbatches,
       weight_metrics=computer.compute_metrics if computer is not None else None,
     )
+    axes, batch_axes = self._train_state_axes, self._partitioner.data_partition_spec
     return self._partitioner.partition(
       step,
-      in_axis_resources=(
-        self._train_state_axes,
-        self._partitioner.data_partition_spec,
-        _REPLICATED,
-      ),
-      out_axis_resources=(self._train_state_axes, _REPLICATED),
+      in_axis_resources=(axes, batch_axes, _REPLICATED),
+      out_axis_resources=(axes, _REPLICATED),
       donate_argnums=(0,),
     ).bind_last(jnp.asarray(self._base_rng))
 

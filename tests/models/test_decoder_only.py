@@ -18,7 +18,7 @@ from tiny_models import (
 )
 
 from rosetta_t5 import decoding
-from rosetta_t5.models import remove_prefix
+from rosetta_t5.models.decoder_only import remove_prefix
 
 LENGTH = 10
 INPUTS = ([5, 9, 3], [7, 2, 8, 4, 6, 3], [4, 4])

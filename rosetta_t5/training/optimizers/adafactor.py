@@ -13,22 +13,9 @@ from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Probability, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
-from rosetta_t5.training.optimizers.factor_rules import (
-  HEURISTIC_RULE,
-  FactorDim,
-  FactorDims,
-  HParamMap,
-  resolve,
-  rules_from_axes,
-)
-from rosetta_t5.training.optimizers.optimizer_def import (
-  HyperParams,
-  Optimizer,
-  OptimizerDef,
-  OptimizerState,
-  axes_like,
-  path_name,
-)
+from rosetta_t5.training.optimizers import factor_rules, optimizer_def
+from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, HParamMap
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 
@@ -107,7 +94,9 @@ class Adafactor(OptimizerDef):
       )
     self.dtype_momentum = jnp.dtype(dtype_momentum)
     others = ("self", "__class__", "dtype_momentum")
-    super().__init__(HyperParams(**{name: given[name] for name in given if name not in others}))
+    super().__init__(
+      optimizer_def.HyperParams(**{name: given[name] for name in given if name not in others})
+    )
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.
@@ -117,13 +106,13 @@ class Adafactor(OptimizerDef):
     """
     roles = self.hyper_params.logical_factor_rules
     if roles is not None:
-      rules = rules_from_axes(param_logical_axes, roles)
+      rules = factor_rules.rules_from_axes(param_logical_axes, roles)
       self.hyper_params = self.hyper_params.replace(factor_map=rules)
 
   def init_state(self, params: PyTree) -> OptimizerState:
     """Returns zero moments for each parameter; raises ValueError if a rule does not fit."""
     states = jax.tree_util.tree_map_with_path(
-      lambda path, param: self.init_param_state(param, path_name(path)), params
+      lambda path, param: self.init_param_state(param, optimizer_def.path_name(path)), params
     )
     return OptimizerState(jnp.zeros((), jnp.int32), states)
 
@@ -151,7 +140,7 @@ class Adafactor(OptimizerDef):
 
     def update(path: Any, param: jax.Array, moments: Any, grad: jax.Array) -> tuple:
       return self.apply_param_gradient(
-        state.step, hyper_params, param, moments, grad, path_name(path)
+        state.step, hyper_params, param, moments, grad, optimizer_def.path_name(path)
       )
 
     updated = jax.tree_util.tree_map_with_path(update, params, state.param_states, grads)
@@ -206,7 +195,7 @@ class Adafactor(OptimizerDef):
     def axes_of(path: Any, param: Any, names: Any, moments: Any) -> AdafactorParamState:
       # Optimizers written for T5X give the axis names as the target, which have no shape.
       has_shape = hasattr(param, "shape")
-      dims = self._dims(param.shape, path_name(path)) if has_shape else FactorDims(())
+      dims = self._dims(param.shape, optimizer_def.path_name(path)) if has_shape else FactorDims(())
       return AdafactorParamState(
         v_row=_expert_axes(names, dims.col),
         v_col=_expert_axes(names, dims.row),
@@ -215,7 +204,7 @@ class Adafactor(OptimizerDef):
       )
 
     target, moments = optimizer.target, optimizer.state.param_states
-    names = axes_like(target, param_logical_axes)
+    names = optimizer_def.axes_like(target, param_logical_axes)
     axes = jax.tree_util.tree_map_with_path(axes_of, target, names, moments)
     return optimizer.replace(state=OptimizerState(None, axes), target=param_logical_axes)
 
@@ -223,9 +212,9 @@ class Adafactor(OptimizerDef):
     """Returns the roles of the dimensions of one parameter."""
     hyper_params = self.hyper_params
     if not hyper_params.factored:
-      return resolve(None, shape, path, None)
-    rule = hyper_params.factor_map[path] if hyper_params.factor_map else HEURISTIC_RULE
-    return resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
+      return factor_rules.resolve(None, shape, path, None)
+    rule = hyper_params.factor_map[path] if hyper_params.factor_map else factor_rules.HEURISTIC_RULE
+    return factor_rules.resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
 
   def _step_size(
     self, hyper_params: Any, param: jax.Array, dims: FactorDims, path: str

@@ -12,13 +12,8 @@ from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
-from rosetta_t5.training.optimizers.optimizer_def import (
-  HyperParams,
-  Optimizer,
-  OptimizerDef,
-  OptimizerState,
-  StepLoss,
-)
+from rosetta_t5.training.optimizers import optimizer_def
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 
@@ -75,7 +70,7 @@ class SpikeGuard(OptimizerDef):
     self._ratios = (max_norm_ratio, max_loss_ratio)
     self._decay = decay
     self._warmup_steps = warmup_steps
-    super().__init__(HyperParams(optimizer=optimizer.hyper_params, loss=None))
+    super().__init__(optimizer_def.HyperParams(optimizer=optimizer.hyper_params, loss=None))
 
   def init_state(self, params: PyTree) -> OptimizerState:
     """Returns the state of step 0."""
@@ -113,10 +108,10 @@ class SpikeGuard(OptimizerDef):
     new_guard = SpikeGuardState(guard.steps + ~is_spike, new_means, counts)
     return new_params, OptimizerState(state.step + 1, new_guard)
 
-  def update_hyper_params(self, **hyper_param_overrides: Any) -> HyperParams:
+  def update_hyper_params(self, **hyper_param_overrides: Any) -> optimizer_def.HyperParams:
     """Returns the guarded optimizer's hyperparameters with some replaced, and the loss."""
     inner = self.optimizer.update_hyper_params(**hyper_param_overrides)
-    return HyperParams(optimizer=inner, loss=hyper_param_overrides.get("loss"))
+    return optimizer_def.HyperParams(optimizer=inner, loss=hyper_param_overrides.get("loss"))
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Passes the names of the parameters' logical axes on."""
@@ -249,7 +244,7 @@ class MultiOptimizer(OptimizerDef):
     return part, _select(param_states, list(flatten_dict(part))) if whole is None else whole
 
 
-def _loss_of_part(loss: StepLoss, params: PyTree) -> StepLoss:
+def _loss_of_part(loss: optimizer_def.StepLoss, params: PyTree) -> optimizer_def.StepLoss:
   """Returns the loss as a function of some of the parameters."""
 
   def of_first_microbatch(part: PyTree, variables: PyTree | None = None) -> jax.Array:

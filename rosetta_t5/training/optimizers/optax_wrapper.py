@@ -11,14 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rosetta_t5.training.optimizers import optimizer_def
 from rosetta_t5.training.optimizers.matrices import Factors, matrix_dims
-from rosetta_t5.training.optimizers.optimizer_def import (
-  HyperParams,
-  Optimizer,
-  OptimizerDef,
-  OptimizerState,
-  axes_like,
-)
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 from rosetta_t5.training.optimizers.transformations import AverageState, averaged_parameters
 
 PyTree = Any
@@ -82,7 +77,9 @@ class OptaxStatePartitionRules:
         return dims.factor_axes(value, names) if dims else Factors(None, None)
       return names if params is None or value.shape == param.shape else None
 
-    return jax.tree.map(axes_of, template, optax_params, axes_like(template, params_axes))
+    return jax.tree.map(
+      axes_of, template, optax_params, optimizer_def.axes_like(template, params_axes)
+    )
 
 
 class OptaxWrapper(OptimizerDef):
@@ -102,7 +99,7 @@ class OptaxWrapper(OptimizerDef):
     self.optax_optimizer = optax_optimizer
     self.uses_learning_rate = not isinstance(optax_optimizer, optax.GradientTransformation)
     self._param_axes: PyTree = None
-    super().__init__(HyperParams(learning_rate=None, loss=None))
+    super().__init__(optimizer_def.HyperParams(learning_rate=None, loss=None))
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Keeps the parameters' logical axes for transformations that treat matrices differently."""

@@ -182,8 +182,3 @@ class Optimizer(struct.PyTreeNode):
     """Returns the optimizer with the values of a `state_dict()`; raises ValueError for other names."""
     target, restored = self.optimizer_def.restore_state(self.target, self.state, state)
     return self.replace(target=target, state=restored)
-
-
-OptimizerType = Optimizer
-OptimizerStateType = OptimizerState | Mapping[str, Any]
-OptimizerDefType = OptimizerDef

@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from rosetta_t5.argument_types import (
-  NonNegativeNumber,
-  Positive,
-  PositiveNumber,
-  Rate,
-  near_hint,
-)
+from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate, near_hint
 from rosetta_t5.training.optimizers.matrices import MatrixDims, tree_matrix_dims
 from rosetta_t5.training.optimizers.optimizer_def import path_name
 
