@@ -100,12 +100,7 @@ def convert(
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None and hugging_face_folder.is_hugging_face(path):
     tokenizer = path
-  # A folder cannot replace a link.
-  final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
-  if to != "hf" and checkpoint_folders.step_of(final) is None:
-    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
-  if final.exists() and (not final.is_dir() or any(final.iterdir())):
-    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
+  final = _find_destination(destination, to, arrays)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
@@ -119,12 +114,8 @@ def convert(
       if not hugging_face_folder.tokenizer_files(tokenizer):
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
-      arrays = {_STEP: as_stored_array(np.int32(0)), **arrays}
-      if to == "t5x-legacy":
-        items = terminal.track(arrays.items(), "writing", len(arrays), "arrays")
-        t5x_layouts.write_older(unfinished, items)
-      else:
-        t5x_layouts.write_orbax(unfinished, arrays)
+      write = t5x_layouts.write_older if to == "t5x-legacy" else t5x_layouts.write_orbax
+      write(unfinished, {_STEP: as_stored_array(np.int32(0)), **arrays})
       if their_config:  # A conversion back to Transformers needs it.
         text = json.dumps(their_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
@@ -157,6 +148,17 @@ def _select_arrays(
   plain = to_plain_tree(arrays)
   step = {_STEP: arrays[_STEP]} if _STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
+
+
+def _find_destination(destination: epath.PathLike, to: str, arrays: Arrays) -> epath.Path:
+  """Returns the folder to write, which does not exist or is empty."""
+  # A folder cannot replace a link.
+  final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
+  if to != "hf" and checkpoint_folders.step_of(final) is None:
+    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
+  if final.exists() and (not final.is_dir() or any(final.iterdir())):
+    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
+  return final
 
 
 def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) -> str:

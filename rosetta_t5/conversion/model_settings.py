@@ -72,8 +72,10 @@ def read_model_settings(
   elif file.exists() and not folder.is_hugging_face(path):
     text = file.read_bytes().decode(errors="replace")
   try:
-    derived = {} if is_gpt else t5.network_settings({}, plain)
-    sizes = (gpt if is_gpt else t5).sizes(plain)
+    if is_gpt:
+      sizes, derived = gpt.sizes(plain), {}
+    else:
+      sizes, derived = t5.sizes(plain), t5.network_settings({}, plain)
   except (KeyError, ValueError):  # It is neither a T5 nor a GPT.
     return ModelSettings(None, False, source)
   if text:
@@ -84,15 +86,18 @@ def read_model_settings(
     return ModelSettings(None, False, source)
   else:
     settings = {}
-  names = {field.name for field in dataclasses.fields(cls)}
-  values = derived | {name: x for name, x in settings.items() if name in names} | sizes
-  values |= {name: tuple(x) for name, x in values.items() if isinstance(x, list)}
-  try:
-    network = cls(**values)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"{file}: {error}") from error
+  network = _make_network(cls, derived | settings | sizes, file)
   is_shifted = is_gpt and (network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text)))
   return ModelSettings(network, is_shifted, source)
+
+
+def _make_network(cls: Any, settings: Config, file: epath.Path) -> Any:
+  names = {field.name for field in dataclasses.fields(cls)}
+  values = {name: x for name, x in settings.items() if name in names}
+  try:
+    return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{file}: {error}") from error
 
 
 def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:

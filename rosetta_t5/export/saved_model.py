@@ -158,10 +158,9 @@ def save(
     if validation_examples:
       tokens = preprocess(tf.constant(validation_examples))
       batch = {name: np.asarray(value) for name, value in tokens.items()}
-      outputs = functions.load_stablehlo(unfinished / _STABLEHLO)(batch)
-      for got, want in zip(outputs, jax.jit(function)(params, batch), strict=True):
-        if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
-          raise ValueError("the outputs of the exported model differ from the original's")
+      _validate(
+        functions.load_stablehlo(unfinished / _STABLEHLO)(batch), jax.jit(function)(params, batch)
+      )
   terminal.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
@@ -357,3 +356,9 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
       f"replace, but {folder} contains something else: set another one"
     )
   return folder
+
+
+def _validate(outputs: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
+  for got, want in zip(outputs, expected, strict=True):
+    if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
+      raise ValueError("the outputs of the exported model differ from the original's")

@@ -278,7 +278,7 @@ def test_models_that_the_network_does_not_support_are_refused(tmp_path):
   for change, text in (
     (
       {"activation_function": "elu"},
-      "activation_function must name one of the activations relu, gelu_new, ",
+      "activation_function must be one of relu, gelu_new, ",
     ),
     (
       {"scale_attn_by_inverse_layer_idx": True},

@@ -116,10 +116,10 @@ def test_other_families_are_refused(tmp_path):
 @pytest.mark.parametrize(
   ("config", "error"),
   [
-    ({"feed_forward_proj": "fast-gelu"}, "feed_forward_proj must name one of .* got 'fast-gelu'"),
+    ({"feed_forward_proj": "fast-gelu"}, "feed_forward_proj must be one of .* got 'fast-gelu'"),
     (
       {"model_type": "switch_transformers", "dense_act_fn": "fast-gelu"},
-      "dense_act_fn must name .*got 'fast-gelu'",
+      "dense_act_fn must be .*got 'fast-gelu'",
     ),
   ],
 )

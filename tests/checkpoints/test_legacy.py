@@ -50,7 +50,7 @@ def test_a_saved_state_is_restored_exactly_and_sharded(setup, tmp_path):
 def test_the_files_have_the_format_of_t5x(setup, tmp_path, shared):
   arrays = flatten_state_dict(setup.state(step=3).state_dict())
   arrays["target/wi"] = arrays["target/wi"].astype(jnp.bfloat16)
-  t5x_layouts.write_older(tmp_path / "checkpoint_3", arrays.items())
+  t5x_layouts.write_older(tmp_path / "checkpoint_3", arrays)
   index = serialization.msgpack_restore((tmp_path / "checkpoint_3/checkpoint").read_bytes())
   theirs = serialization.msgpack_restore(
     (shared / "reference/t5x_legacy/checkpoint_10/checkpoint").read_bytes()

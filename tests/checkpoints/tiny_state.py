@@ -74,7 +74,7 @@ class Setup:
 def write_older_layout(folder: pathlib.Path, state: TrainState) -> None:
   """Writes `folder/checkpoint_STEP` in T5X's older layout."""
   arrays = flatten_state_dict(state.state_dict())
-  t5x_layouts.write_older(folder / f"checkpoint_{int(state.step)}", arrays.items())
+  t5x_layouts.write_older(folder / f"checkpoint_{int(state.step)}", arrays)
 
 
 class Counter:

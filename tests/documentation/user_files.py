@@ -113,7 +113,7 @@ def _change_step(folder: pathlib.Path, step: int, is_legacy: bool = False) -> No
   }
   path = folder / f"checkpoint_{step}"
   if is_legacy:
-    t5x_layouts.write_older(path, arrays.items())
+    t5x_layouts.write_older(path, arrays)
   else:
     t5x_layouts.write_orbax(path, arrays)
   shutil.rmtree(folder / "checkpoint_2")

@@ -105,7 +105,7 @@ def _arrays() -> dict[str, object]:
 
 
 def _write_older(folder: Folder) -> None:
-  t5x_layouts.write_older(folder / "checkpoint_3", _arrays().items())
+  t5x_layouts.write_older(folder / "checkpoint_3", _arrays())
 
 
 def _write_orbax(folder: Folder) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def state_path(path: epath.PathLike) -> epath.Path:
   return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
 
 
-def read_orbax(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+def read_orbax(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {flat name: array} of the Orbax checkpoint at `path`; the values are read later.
 
   Args:
@@ -139,7 +139,7 @@ def write_orbax(folder: epath.PathLike, arrays: Mapping[str, StoredArray]) -> No
     checkpointer.save(epath.Path(folder).absolute(), ocp.args.Composite(state=item))
 
 
-def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+def read_older(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {flat name: array} of a checkpoint in T5X's older layout; the values are read later.
 
   Args:
@@ -151,18 +151,18 @@ def read_older(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
   return {**values, **_open_arrays(specs)}
 
 
-def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]]) -> None:
+def write_older(folder: epath.PathLike, arrays: Mapping[str, Any]) -> None:
   """Writes the checkpoint `folder`, which does not exist yet, in T5X's older layout.
 
   Args:
     folder: the checkpoint's folder.
-    arrays: pairs of a flat name and an array or None. An array of a single value becomes a part of the
+    arrays: arrays or None by flat name. An array of a single value becomes a part of the
       msgpack file, and so does None, which keeps the state's structure.
   """
   root = epath.Path(folder)
   root.mkdir(parents=True)
   index: dict[str, Any] = {}
-  for name, value in arrays:
+  for name, value in terminal.track(arrays.items(), "writing", len(arrays), "arrays"):
     array = None if value is None else as_stored_array(value)
     if array is None or array.size <= 1:
       index[name] = None if array is None else array.get()
@@ -182,7 +182,7 @@ def write_older(folder: str | os.PathLike[str], arrays: Iterable[tuple[str, Any]
   (root / _INDEX).write_bytes(serialization.msgpack_serialize(contents))
 
 
-def _kvstore(path: str | os.PathLike[str]) -> dict[str, Any]:
+def _kvstore(path: epath.PathLike) -> dict[str, Any]:
   """Returns TensorStore's description of a folder, which is local or on gs://."""
   text = os.fspath(path)
   if text.startswith("gs://"):

@@ -167,8 +167,7 @@ def our_activation(entry: str, name: str) -> str:
     ValueError: this project does not have it.
   """
   if name not in _ACTIVATIONS:
-    known = ", ".join(_ACTIVATIONS)
-    raise ValueError(f"{entry} must name one of the activations {known}, got {name!r}")
+    raise ValueError(f"{entry} must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
   return _ACTIVATIONS[name]
 
 

@@ -23,7 +23,6 @@ from rosetta_t5.files import read_json_object
 # The classes of protocol buffers are created at run time, so mypy does not know their attributes.
 _proto: Any = sentencepiece_model_pb2
 _Piece = _proto.ModelProto.SentencePiece
-Model = Any
 _SPACE = "▁"
 _PADDING = 0
 _SENTINELS = 100  # that T5's vocabularies have
@@ -109,7 +108,7 @@ def _write_byte_pairs(root: epath.Path, config: Mapping[str, Any]) -> None:
 
 
 def make_tokenizer(
-  model: Model, start: int | None = None, end: int | None = None, sentinels: int = 0
+  model: Any, start: int | None = None, end: int | None = None, sentinels: int = 0
 ) -> Tokenizer:
   """Returns a tokenizer that encodes and decodes as SentencePiece does.
 
@@ -129,11 +128,7 @@ def make_tokenizer(
       "unigram and treat_whitespace_as_suffix is false. Without --tokenizer the model is written without "
       "its vocabulary"
     )
-  scores = {piece.piece: piece.score for piece in model.pieces}
-  # SentencePiece gives user-defined symbols a bonus, so that they are never split.
-  symbols = [piece.piece for piece in model.pieces if piece.type == _Piece.USER_DEFINED]
-  scores |= {symbol: len(symbol.encode()) * max(scores.values()) - 0.1 for symbol in symbols}
-  tokenizer = Tokenizer(models.Unigram(list(scores.items()), trainer.unk_id, trainer.byte_fallback))
+  tokenizer = Tokenizer(_make_unigram(model))
   tokenizer.normalizer = normalizers.Sequence(_make_normalizers(spec))
   tokenizer.decoder = decoders.Sequence(_make_decoders(model))
   first, last = ([model.pieces[id_].piece] if id_ is not None else [] for id_ in (start, end))
@@ -153,6 +148,16 @@ def make_tokenizer(
   return tokenizer
 
 
+def _make_unigram(model: Any) -> models.Unigram:
+  scores = {piece.piece: piece.score for piece in model.pieces}
+  # SentencePiece gives user-defined symbols a bonus, so that they are never split.
+  symbols = [piece.piece for piece in model.pieces if piece.type == _Piece.USER_DEFINED]
+  best = max(scores.values())
+  scores |= {symbol: len(symbol.encode()) * best - 0.1 for symbol in symbols}
+  trainer = model.trainer_spec
+  return models.Unigram(list(scores.items()), trainer.unk_id, trainer.byte_fallback)
+
+
 def _make_normalizers(spec: Any) -> list[normalizers.Normalizer]:
   """Returns SentencePiece's steps, in its order."""
   steps: list[normalizers.Normalizer] = []
@@ -168,7 +173,7 @@ def _make_normalizers(spec: Any) -> list[normalizers.Normalizer]:
   return [*steps, normalizers.Replace(" ", _SPACE)]
 
 
-def _make_decoders(model: Model) -> list[decoders.Decoder]:
+def _make_decoders(model: Any) -> list[decoders.Decoder]:
   trainer = model.trainer_spec
   unknown = model.pieces[trainer.unk_id].piece
   return [
