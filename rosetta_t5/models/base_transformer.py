@@ -324,9 +324,8 @@ class BaseTransformerModel(BaseModel):
       _, variables = self._decode_step(variables, context.values(), first, length, mutable)
       precomputed = {name: x for name, x in variables.items() if name != "cache"}
       step_arguments["precomputed_variables"] = precomputed
-    optional: dict[str, Any] = {
-      "cache_offset": 1 if getattr(self.module, "scan_layers", False) else 0
-    }
+    is_scanned = getattr(self.module, "scan_layers", False)
+    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0}
     if initial_index_B is not None:
       optional["initial_index"] = initial_index_B
     decodes_BNT, scores_BN = call_decode_fn(

@@ -143,9 +143,8 @@ class Hook:
 
   def is_due(self, step: int, last_step: int) -> bool:
     """Returns whether the hook runs after `step`."""
-    if self.at_end and step == last_step:
-      return True
-    return step in self.steps or bool(self.period and step % self.period == 0)
+    is_end = self.at_end and step == last_step
+    return is_end or step in self.steps or bool(self.period and step % self.period == 0)
 
 
 def stopping_steps(

@@ -49,14 +49,12 @@ def averaged_parameters(params: PyTree, optax_state: PyTree) -> PyTree:
 
   A schedule-free optimizer has one too, which is computed from its state and the parameters.
   """
-  state_classes = (AverageState, optax.contrib.ScheduleFreeState)
-  nodes = jax.tree.leaves(optax_state, is_leaf=lambda node: isinstance(node, state_classes))
-  for node in reversed(nodes):
-    if isinstance(node, AverageState):
-      return node.parameter_average
-    if isinstance(node, optax.contrib.ScheduleFreeState):
-      return optax.contrib.schedule_free_eval_params(node, params)
-  return params
+  has_average = (AverageState, optax.contrib.ScheduleFreeState)
+  nodes = jax.tree.leaves(optax_state, is_leaf=lambda node: isinstance(node, has_average))
+  last = next((node for node in reversed(nodes) if isinstance(node, has_average)), None)
+  if isinstance(last, AverageState):
+    return last.parameter_average
+  return params if last is None else optax.contrib.schedule_free_eval_params(last, params)
 
 
 def all_except(patterns: Sequence[str]) -> Callable[[PyTree], PyTree]:
