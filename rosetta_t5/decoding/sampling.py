@@ -181,7 +181,7 @@ def _initial_state(
 ) -> SamplingLoopState:
   """Returns the state before the first step, with each sequence `num_decodes` times."""
   is_prefilled = initial_index_B is not None
-  index = jnp.zeros(len(inputs_BL), jnp.int32) if initial_index_B is None else initial_index_B
+  index = jnp.zeros(inputs_BL.shape[0], jnp.int32) if initial_index_B is None else initial_index_B
   if num_decodes > 1:
     expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
     expand_cache = functools.partial(expand, offset=offset)
@@ -199,7 +199,7 @@ def _initial_state(
     cur_token=token if is_prefilled else jnp.zeros_like(token),
     ended=jnp.zeros(token.shape, bool),
     rng=jax.random.PRNGKey(0) if rng is None else rng,
-    log_prob=jnp.zeros(len(token), jnp.float32),
+    log_prob=jnp.zeros(token.shape[0], jnp.float32),
   )
 
 
