@@ -112,12 +112,7 @@ def evaluate(
   # Checkpoints that are yet to be evaluated.
   evaluated_file = epath.Path(output_dir) / f"eval.{dataset_cfg.name}.ckpt"  # as in T5X
   evaluated = evaluated_file.read_text().splitlines() if evaluated_file.exists() else []
-  _, paths = checkpoints.find_checkpoints([restore_checkpoint_cfg])
-  if restore_checkpoint_cfg.mode == "all":
-    if skipped := [path for path in paths if path in evaluated]:
-      terminal.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")
-    paths = tuple(path for path in paths if path not in skipped)
-  restore_cfg = dataclasses.replace(restore_checkpoint_cfg, path=list(paths), mode="specific")
+  restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
   checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
   state_axes = initializer.train_state_axes
@@ -231,3 +226,15 @@ def _make_trainer(
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs `evaluate` with the arguments of the command line and its gin files (`python -m t5x.eval`)."""
   config.run_from_command_line(evaluate, argv, describe_run)
+
+
+def _select_checkpoints(
+  cfg: checkpoints.RestoreCheckpointConfig, evaluated: Sequence[str]
+) -> checkpoints.RestoreCheckpointConfig:
+  """Returns the config of the checkpoints that exist and, with mode 'all', are not yet evaluated."""
+  _, paths = checkpoints.find_checkpoints([cfg])
+  skipped = [path for path in paths if path in evaluated and cfg.mode == "all"]
+  if skipped:
+    terminal.print_line(f"skipped, because they have been evaluated before: {', '.join(skipped)}")
+  new = [path for path in paths if path not in skipped]
+  return dataclasses.replace(cfg, path=new, mode="specific")

@@ -173,10 +173,7 @@ def infer(
           f"{name}{result_files.COMPLETED} beside it"
         )
         continue
-      with results.opened(), explain_out_of_memory(INFERENCE):
-        first = results.num_complete()
-        if first:
-          terminal.print_line(f"continuing after {first} chunks in {results.folder}")
+      with results.opened() as first, explain_out_of_memory(INFERENCE):
         vocabulary = task.output_features[output_vocab_feature_name].vocabulary
         write_chunk = functools.partial(results.write, write_fn, mode, vocabulary)
         chunks = examples.chunks(task, checkpoint_period * batch_size, first)

@@ -128,7 +128,7 @@ def train(
 
   # Seeds. Those that are drawn are stored in the checkpoints, so that a restart uses them again.
   end = None if relative_steps else total_steps
-  save_cfg = checkpoint_cfg.save
+  save_cfg, verify = checkpoint_cfg.save, verify_matching_vocabs_fn
   restore_cfg, restore_path = checkpoints.find_start_checkpoint(checkpoint_cfg, model_dir, end)
   earlier_facts = checkpoints.read_start_facts(model_dir, restore_path)
   if use_hardware_rng or random_seed is None:
@@ -145,15 +145,8 @@ def train(
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=data_seed)
   data.check_same_files(train_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
-  digests: dict[str, str] = {}
-  if (verify := verify_matching_vocabs_fn) is not None:
-    verify(train_cfg, model)
-    digests = data.vocabulary_digests(model)
-  checkpoints.check_model(model, digests, restore_cfg)
-  source = checkpoints.read_source_config(restore_path) if restore_path else {}
   facts = {"random_seed": seed, "train_dataset_seed": data_seed}
-  about_model = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
-  facts |= {name: fact for name, fact in about_model.items() if fact}
+  facts |= _check_model(verify, train_cfg, model, restore_cfg, restore_path)
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
@@ -168,8 +161,8 @@ def train(
   initializer = train_state_initializer_cls(
     optimizer_def=model.optimizer_def,
     init_fn=model.get_initial_variables,
-    input_shapes={name: spec.shape for name, spec in feed.element_spec.items()},
-    input_types={name: spec.dtype for name, spec in feed.element_spec.items()},
+    input_shapes=jax.tree.map(lambda spec: spec.shape, feed.element_spec),
+    input_types=jax.tree.map(lambda spec: spec.dtype, feed.element_spec),
     partitioner=partitioner,
   )
   with explain_out_of_memory(INITIALIZATION):
@@ -267,3 +260,20 @@ def _header_notes(
   notes += microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)
   notes += fp8_notes(model, batch, partitioner.mesh.shape)
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
+
+
+def _check_model(
+  verify: Callable[..., None] | None,
+  train_cfg: data.DatasetConfig,
+  model: BaseModel,
+  restore_cfg: checkpoints.RestoreCheckpointConfig | None,
+  restore_path: str | None,
+) -> dict[str, Any]:
+  """Checks that task, model and checkpoint fit together; returns the run facts about the model."""
+  digests = data.vocabulary_digests(model) if verify is not None else {}
+  checkpoints.check_model(model, digests, restore_cfg)
+  if verify is not None:
+    verify(train_cfg, model)
+  source = checkpoints.read_source_config(restore_path) if restore_path else {}
+  facts = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
+  return {name: fact for name, fact in facts.items() if fact}

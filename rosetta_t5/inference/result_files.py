@@ -106,9 +106,9 @@ def write_inferences_to_file(
         written["score"] = _to_json(outputs[row])
       else:
         written["prediction"] = _to_json(decode_tokens(vocabulary, outputs[row]))
-        if output_ids:
-          tokens = _to_json(outputs[row])
-          written["prediction_tokens"] = tokens[: [*tokens, 0].index(0)]
+      if output_ids and mode != "score":
+        tokens = _to_json(outputs[row])
+        written["prediction_tokens"] = tokens[: [*tokens, 0].index(0)]
       if mode == "predict_with_aux" or aux:
         written["aux"] = _aux_of_row(aux, row)
       file.write(json.dumps(written, cls=encoder, ensure_ascii=False) + "\n")
@@ -161,8 +161,8 @@ class TaskResults:
     return marker.exists()
 
   @contextlib.contextmanager
-  def opened(self) -> Iterator[None]:
-    """Inside the `with`, chunks can be written, and no other command can write them.
+  def opened(self) -> Iterator[int]:
+    """Yields the number of complete chunks; others can be written, and no other command can write them.
 
     Raises:
       ValueError: an earlier run with other settings has left chunks, or another command writes them.
@@ -178,7 +178,9 @@ class TaskResults:
         check_same_settings(file, self._settings, self.folder)
       elif jax.process_index() == 0:
         file.write_text(json.dumps(self._settings))
-      yield
+      if first := self.num_complete():
+        terminal.print_line(f"continuing after {first} chunks in {self.folder}")
+      yield first
 
   def chunk(self, number: int) -> str:
     """Returns the path of a chunk."""
