@@ -340,13 +340,13 @@ def test_out_of_memory_error_of_inference_suggests_what_to_change(run, tmp_path,
 _OUTPUT = "out/pairs_of_a_killed_run-score.jsonl-00000-of-00001"
 
 
-def _start(count, folder):
+def _start(count, folder, checkpoint):
   """Starts killed.py, or `count` processes that share its work."""
   environment = {**os.environ, "PYTHONPATH": f"{_HERE}:{_HERE.parent}", "JAX_PLATFORMS": "cpu"}
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = str(free.getsockname()[1])
-  commands = [["two_processes.py", folder, port, str(index)] for index in range(count)]
+  commands = [["two_processes.py", folder, checkpoint, port, str(index)] for index in range(count)]
   return [
     subprocess.Popen(
       [sys.executable, _HERE / "infer" / script, *arguments],
@@ -355,7 +355,7 @@ def _start(count, folder):
       stderr=subprocess.STDOUT,
       text=True,
     )
-    for script, *arguments in (commands if count > 1 else [["killed.py", folder]])
+    for script, *arguments in (commands if count > 1 else [["killed.py", folder, checkpoint]])
   ]
 
 
@@ -366,26 +366,26 @@ def _finish(processes):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, checkpoint):
   """The text that one uninterrupted process writes."""
   folder = tmp_path_factory.mktemp("whole")
-  _finish(_start(1, folder))
+  _finish(_start(1, folder, checkpoint))
   return (folder / _OUTPUT).read_text()
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(tmp_path_factory):
+def whole_of_two(tmp_path_factory, checkpoint):
   """The text that two uninterrupted processes write."""
   folder = tmp_path_factory.mktemp("whole_of_two")
-  _finish(_start(2, folder))
+  _finish(_start(2, folder, checkpoint))
   return (folder / _OUTPUT).read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
-def test_killed_processes_continue_after_their_last_chunk(tmp_path, request, count):
+def test_killed_processes_continue_after_their_last_chunk(tmp_path, request, checkpoint, count):
   whole = request.getfixturevalue("whole" if count == 1 else "whole_of_two")
-  killed = _start(count, tmp_path)
+  killed = _start(count, tmp_path, checkpoint)
   for line in killed[0].stdout:
     if line.startswith("written") and "chunk00002" in line:  # but not yet marked as complete
       break
@@ -394,16 +394,16 @@ def test_killed_processes_continue_after_their_last_chunk(tmp_path, request, cou
     process.communicate()
   assert [process.returncode for process in killed] == [-signal.SIGKILL] * count
   assert not list((tmp_path / "out").glob("*.COMPLETED"))
-  assert "continuing after 2 chunks" in _finish(_start(count, tmp_path))
+  assert "continuing after 2 chunks" in _finish(_start(count, tmp_path, checkpoint))
   assert (tmp_path / _OUTPUT).read_text() == whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
-  tmp_path, whole_of_two, lost
+  tmp_path, whole_of_two, checkpoint, lost
 ):
-  processes = _start(2, tmp_path)
+  processes = _start(2, tmp_path, checkpoint)
   for line in processes[0].stdout:
     if line.startswith("written") and "chunk00002" in line:
       break
@@ -416,7 +416,7 @@ def test_killed_process_ends_the_other_within_a_minute_and_nothing_is_lost(
   )
   assert "Traceback" not in output
   # The remaining process may complete chunks before it hears of the loss.
-  assert re.search("continuing after [2-4] chunks", _finish(_start(2, tmp_path)))
+  assert re.search("continuing after [2-4] chunks", _finish(_start(2, tmp_path, checkpoint)))
   assert (tmp_path / _OUTPUT).read_text() == whole_of_two
 
 

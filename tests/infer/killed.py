@@ -1,11 +1,10 @@
-"""Infers over a task of pairs, slowly, so that a test can kill it: `python killed.py FOLDER`."""
+"""Infers over a task of pairs, slowly, so that a test can kill it: `python killed.py FOLDER CHECKPOINT`."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-import jax
 from tiny_tasks import add_task, byte_model
 
 from rosetta_t5 import checkpoints, data
@@ -23,7 +22,7 @@ def slowly(path, *arguments):
   time.sleep(1.0)
 
 
-def main(folder: str, write_fn=slowly) -> None:
+def main(folder: str, checkpoint: str, write_fn=slowly) -> None:
   partitioner = PjitPartitioner(num_partitions=1)
   add_task(TASK, PAIRS)
   infer(
@@ -32,24 +31,14 @@ def main(folder: str, write_fn=slowly) -> None:
     dataset_cfg=data.DatasetConfig(
       TASK, {"inputs": 16, "targets": 16}, split="test", batch_size=8, shuffle=False, seed=0
     ),
-    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(
-      f"{folder}/nothing", mode="latest", fallback_to_scratch=True
-    ),
+    restore_checkpoint_cfg=checkpoints.RestoreCheckpointConfig(checkpoint, mode="specific"),
     partitioner=partitioner,
     output_dir=f"{folder}/out",
     checkpoint_period=1,
     write_fn=write_fn,
     summarize_config_fn=lambda **_: None,
-    train_state_initializer_cls=FromScratch,
   )
 
 
-class FromScratch(checkpoints.TrainStateInitializer):
-  """Makes the parameters in place of reading them."""
-
-  def from_checkpoint(self, ckpt_cfgs, *, ds_iter=None, init_rng=None):
-    return self.from_scratch(jax.random.PRNGKey(0))
-
-
 if __name__ == "__main__":
-  main(sys.argv[1])
+  main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The run of killed.py as one of two processes: `python two_processes.py FOLDER PORT INDEX`."""
+"""The run of killed.py as one of two processes: `python two_processes.py FOLDER CHECKPOINT PORT INDEX`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def with_pauses(make):
 
 
 if __name__ == "__main__":
-  folder, port, index = sys.argv[1:]
+  folder, checkpoint, port, index = sys.argv[1:]
   join_processes(True, f"localhost:{port}", process_count=2, process_index=int(index))
   import killed
 
@@ -34,4 +34,4 @@ if __name__ == "__main__":
 
   infer.get_infer_fn = with_pauses(infer.get_infer_fn)
   with exit_on_user_error():
-    killed.main(folder)
+    killed.main(folder, checkpoint)
