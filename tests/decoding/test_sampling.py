@@ -236,17 +236,3 @@ def test_contradictory_arguments_are_refused():
     ValueError, match=r"at most the number of positions of the decoder inputs, 8, got 9"
   ):
     sample(model, PROMPTS, max_decode_steps=9)
-
-
-@pytest.mark.parametrize("num_decodes", [1, 2])
-def test_an_exported_program_accepts_any_batch_size(num_decodes):
-  def run(inputs):
-    def logits(state):
-      return jax.nn.one_hot(state.cur_token[:, 0] + 2, 12), state.cache
-
-    return temperature_sample(inputs, {}, logits, EOS, topk=2, num_decodes=num_decodes)
-
-  (batch,) = jax.export.symbolic_shape("batch")
-  exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32))
-  decodes, _ = exported.call(jnp.zeros((3, LENGTH), jnp.int32))
-  assert decodes.shape == (3, num_decodes, LENGTH)
