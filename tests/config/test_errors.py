@@ -361,3 +361,16 @@ def test_configure_checks_arguments_without_calling_the_function(write):
 def test_an_import_without_dynamic_registration_can_be_used(run):
   head = "import toy\nimport __main__ as train_script"
   assert run(GOOD, head=head)["model"].width == 8
+
+
+@pytest.mark.parametrize(
+  ("text", "lacking"),
+  [
+    ("allocating 9 bytes", "memory"),
+    ("Failed to write: No space left on device", "space on the disk"),
+  ],
+)
+def test_a_full_disk_and_a_full_memory_have_different_messages(capsys, text, lacking):
+  with pytest.raises(SystemExit), exit_on_user_error():
+    raise RuntimeError(f"RESOURCE_EXHAUSTED: {text}")
+  assert f"error: there is not enough {lacking}: {text}" in capsys.readouterr().err
