@@ -170,7 +170,7 @@ def live_arrays(live_ranges: str, program: Program) -> list[LiveArray]:
 
   Args:
     live_ranges: XLA's report on live ranges. The moment is that of the largest sum of arrays, of which
-      several can share memory: with loops, the step needs its peak memory at another moment.
+      several can share memory: the step may need its peak memory at another moment.
     program: the same program.
   """
   defined = {n: i for body in program.computations.values() for n, i in body.items()}
