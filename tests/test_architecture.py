@@ -188,7 +188,7 @@ def test_no_file_is_longer_than_400_lines():
   assert not long
 
 
-def test_a_package_has_at_most_a_dozen_files_at_its_top_level():
+def test_a_package_has_at_most_14_modules_at_its_top_level():
   folders = {path.parent for path in SOURCES}
   crowded = {_name(f): n for f in folders if (n := len(list(f.glob("[!_]*.py")))) > 14}
   assert not crowded
