@@ -131,10 +131,10 @@ def measure_restores(
 
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-  """Inside the `with`, saves write no manifest of their files and restores verify none."""
+  """Inside the `with`, saves write no checksums of their files and restores verify none."""
   with (
-    mock.patch.object(manager, "write_manifest"),
-    mock.patch.object(checkpoint_folders, "verify_manifest", return_value=True),
+    mock.patch.object(manager, "write_checksums"),
+    mock.patch.object(checkpoint_folders, "verify_checksums", return_value=True),
   ):
     yield
 

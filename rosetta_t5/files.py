@@ -1,8 +1,8 @@
-"""Files and folders that appear only when complete, locks on them, JSON that may be damaged, and manifests.
+"""Files and folders that appear only when complete, locks on them, JSON that may be damaged, and checksums.
 
-The manifest of a folder has the size and the XXH3 of each file, which show files that were damaged later.
+A folder's checksums.json has the size and the XXH3 of each file, which show files that were damaged later.
 Checkpoints, prepared data, exports, Hugging Face folders that `convert` writes, and MODEL_DIR's
-model.json have one. A folder without a manifest, such as one of another program, is read as it is.
+model.json have one. A folder without it, such as one of another program, is read as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from etils import epath
 
-MANIFEST_NAME = "checksums.json"
+CHECKSUMS_NAME = "checksums.json"
 _BLOCK_BYTES = 1 << 20
 _THREADS = 8
 
@@ -122,8 +122,8 @@ def expect_content(path: epath.PathLike, what: str) -> Iterator[None]:
     raise ValueError(f"{path} is damaged: it must describe {what} ({reason})") from error
 
 
-def write_manifest(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
-  """Writes the manifest of a folder that is complete.
+def write_checksums(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
+  """Writes checksums.json into a folder that is complete.
 
   Args:
     folder: the folder.
@@ -134,15 +134,15 @@ def write_manifest(folder: epath.PathLike, names: Iterable[str] | None = None) -
   with futures.ThreadPoolExecutor(_THREADS) as threads:
     entries = threads.map(lambda name: _describe(root / name), found)
     content = {"files": dict(zip(found, entries, strict=True))}
-  write_atomically(root / MANIFEST_NAME, json.dumps(content, indent=1))
+  write_atomically(root / CHECKSUMS_NAME, json.dumps(content, indent=1))
 
 
-def verify_manifest(
+def verify_checksums(
   folder: epath.PathLike,
   select: Callable[[str], bool] | None = None,
   share: tuple[int, int] = (0, 1),
 ) -> bool:
-  """Reads the files of a manifest and compares them with it.
+  """Reads the files that checksums.json lists and compares them with it.
 
   Args:
     folder: the folder.
@@ -150,13 +150,13 @@ def verify_manifest(
     share: (n, count) for every `count`-th file from the n-th on, where several processes share the work.
 
   Returns:
-    Whether the folder has a manifest.
+    Whether the folder has a checksums.json.
 
   Raises:
-    DamagedFileError: a file, or the manifest, is damaged or missing.
+    DamagedFileError: a file is damaged or missing, or checksums.json is damaged.
   """
   root = epath.Path(folder)
-  file = root / MANIFEST_NAME
+  file = root / CHECKSUMS_NAME
   if not file.exists():
     return False
   try:
@@ -188,10 +188,10 @@ def hash_file(path: epath.PathLike) -> str:
 
 
 def files_in(root: epath.PathLike) -> Iterator[str]:
-  """Yields the files in a folder and its folders, with relative names and without the manifest."""
+  """Yields the files in a folder and its folders, with relative names and without checksums.json."""
   for folder, _, files in os.walk(root):
     for file in files:
-      if (name := pathlib.PurePath(folder, file).relative_to(root).as_posix()) != MANIFEST_NAME:
+      if (name := pathlib.PurePath(folder, file).relative_to(root).as_posix()) != CHECKSUMS_NAME:
         yield name
 
 

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
@@ -60,8 +60,8 @@ def begin(name: str) -> None:
     print(f"{name} is loading its libraries …", file=sys.stderr)
 
 
-def continue_without_output() -> None:
-  """From now on, this process continues after its terminal, pipe or log file has failed or was closed."""
+def tolerate_lost_output() -> None:
+  """From now on, lost output (terminal, pipe or log file) does not end this process."""
   if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
   sys.stdout = _lossy(sys.stdout, sys.__stdout__)
@@ -228,6 +228,11 @@ def _is_first_process() -> bool:
   """Returns whether this is process 0 of its run; the processes of a run may not have met yet."""
   jax = sys.modules.get("jax")
   return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def option_names(parser: argparse.ArgumentParser) -> Collection[str]:
+  """Returns the options of a parser, such as --help; argparse has no public name for them."""
+  return parser._option_string_actions
 
 
 def _number_type(

@@ -1,4 +1,4 @@
-"""Files and folders appear under their names whole or not at all; manifests show those that were damaged later."""
+"""Files and folders appear under their names whole or not at all; checksums show those that were damaged later."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from forked_python import python
 
 from rosetta_t5.files import (
-  MANIFEST_NAME,
+  CHECKSUMS_NAME,
   DamagedFileError,
   complete_folder,
-  verify_manifest,
+  verify_checksums,
   write_atomically,
-  write_manifest,
+  write_checksums,
 )
 
 KILLED = """
@@ -79,7 +79,7 @@ def folder(tmp_path):
   (tmp_path / "inner").mkdir()
   (tmp_path / "a.txt").write_text("text")
   (tmp_path / "inner" / "b.bin").write_bytes(bytes(range(256)) * 10_000)
-  write_manifest(tmp_path)
+  write_checksums(tmp_path)
   return tmp_path
 
 
@@ -97,10 +97,10 @@ def truncate(content):
   del content[-1]
 
 
-def test_an_unchanged_folder_is_verified_and_one_without_a_manifest_is_read_as_it_is(folder):
-  assert verify_manifest(folder)
-  (folder / MANIFEST_NAME).unlink()
-  assert not verify_manifest(folder)
+def test_an_unchanged_folder_is_verified_and_one_without_checksums_is_read_as_it_is(folder):
+  assert verify_checksums(folder)
+  (folder / CHECKSUMS_NAME).unlink()
+  assert not verify_checksums(folder)
 
 
 @pytest.mark.parametrize("change", [flip, truncate])
@@ -108,21 +108,21 @@ def test_an_unchanged_folder_is_verified_and_one_without_a_manifest_is_read_as_i
 def test_a_damaged_file_is_named(folder, name, change):
   _damage(folder / name, change)
   with pytest.raises(DamagedFileError, match=re.escape(str(folder / name))):
-    verify_manifest(folder)
+    verify_checksums(folder)
 
 
-def test_a_missing_file_and_a_damaged_manifest_are_named(folder):
+def test_a_missing_file_and_damaged_checksums_are_named(folder):
   (folder / "a.txt").unlink()
   with pytest.raises(DamagedFileError, match=r"a\.txt is missing"):
-    verify_manifest(folder)
-  _damage(folder / MANIFEST_NAME, truncate)
-  with pytest.raises(DamagedFileError, match=MANIFEST_NAME):
-    verify_manifest(folder)
+    verify_checksums(folder)
+  _damage(folder / CHECKSUMS_NAME, truncate)
+  with pytest.raises(DamagedFileError, match=CHECKSUMS_NAME):
+    verify_checksums(folder)
 
 
 def test_processes_share_the_files_and_a_part_can_be_selected(folder):
   _damage(folder / "inner" / "b.bin", flip)
-  assert verify_manifest(folder, share=(0, 2))
+  assert verify_checksums(folder, share=(0, 2))
   with pytest.raises(DamagedFileError):
-    verify_manifest(folder, share=(1, 2))
-  assert verify_manifest(folder, lambda name: not name.startswith("inner/"))
+    verify_checksums(folder, share=(1, 2))
+  assert verify_checksums(folder, lambda name: not name.startswith("inner/"))

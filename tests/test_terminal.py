@@ -67,7 +67,7 @@ def test_a_line_appears_before_anything_slow_is_imported():
 
 def test_a_run_continues_after_its_output_and_its_terminal_were_closed():
   program = """
-terminal.continue_without_output()
+terminal.tolerate_lost_output()
 sys.stdin.read()
 signal.raise_signal(signal.SIGHUP)
 for _ in range(3):

@@ -19,11 +19,11 @@ from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.t5x_layouts import STATE_ITEM, state_path
 from rosetta_t5.files import (
-  MANIFEST_NAME,
+  CHECKSUMS_NAME,
   DamagedFileError,
   hash_file,
   read_json_object,
-  verify_manifest,
+  verify_checksums,
 )
 from rosetta_t5.user_errors import reason_of
 
@@ -191,7 +191,7 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   folder = epath.Path(checkpoint_dir)
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
-  verify_manifest(folder, {RUN_FACTS}.__contains__)
+  verify_checksums(folder, {RUN_FACTS}.__contains__)
   return read_json_object(folder / RUN_FACTS) if (folder / RUN_FACTS).exists() else {}
 
 
@@ -270,19 +270,19 @@ def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
 
 
 def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
-  """Compares the files of a checkpoint with its manifest. The processes of a run share the work.
+  """Compares the files of a checkpoint with its checksums. The processes of a run share the work.
 
   Args:
     path: a checkpoint of any layout.
     with_dataset: whether the position in the training data is verified too.
 
   Returns:
-    Whether it has a manifest; the checkpoints of other programs have none.
+    Whether it has checksums; the checkpoints of other programs have none.
 
   Raises:
     UnreadableCheckpointError: a file in this process's share is missing or damaged.
   """
-  folder = manifest_folder(path)
+  folder = checksums_folder(path)
 
   def select(name: str) -> bool:
     # Old positions are deleted (SaveCheckpointConfig.keep_dataset_checkpoints).
@@ -290,20 +290,20 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
     return not is_position or (with_dataset and (folder / name).exists())
 
   try:
-    return verify_manifest(folder, select, (jax.process_index(), jax.process_count()))
+    return verify_checksums(folder, select, (jax.process_index(), jax.process_count()))
   except (OSError, DamagedFileError) as error:
     raise unreadable_error(path, error) from error
 
 
-def manifest_folder(path: epath.PathLike) -> epath.Path:
-  """Returns the folder that has the manifest of the checkpoint at `path`, if it has one."""
+def checksums_folder(path: epath.PathLike) -> epath.Path:
+  """Returns the folder that has the checksums.json of the checkpoint at `path`, if it has one."""
   given = epath.Path(path)
   return given if given.is_dir() and given.name != STATE_ITEM else given.parent
 
 
 def fingerprint(path: epath.PathLike) -> str | None:
-  """Returns a hash of the content of the checkpoint at `path`; None if it has no manifest."""
-  file = manifest_folder(path) / MANIFEST_NAME
+  """Returns a hash of the content of the checkpoint at `path`; None if it has no checksums."""
+  file = checksums_folder(path) / CHECKSUMS_NAME
   return hash_file(file) if file.exists() else None
 
 

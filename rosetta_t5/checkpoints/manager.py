@@ -20,14 +20,14 @@ from rosetta_t5.checkpoints import checkpoint_folders, saved_items
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
-from rosetta_t5.files import files_in, write_manifest
+from rosetta_t5.files import files_in, write_checksums
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 from rosetta_t5.user_errors import reason_of
 
 # The run fact that names the checkpoint with which a finetuning run began.
 STARTED_FROM = "started_from"
-# Orbax completes these files after the manifest.
+# Orbax completes these after the checksums, which therefore omit them.
 _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # The folder in MODEL_DIR to which checkpoints are moved before their files are deleted. A process
 # that is killed during the deletion then leaves no incomplete checkpoint.
@@ -339,7 +339,7 @@ class OrbaxCheckpointManagerInterface:
     return self._writer
 
   def _complete_folder(self) -> None:
-    """Writes the run facts and the manifest, just before Orbax gives the folder its final name.
+    """Writes the run facts and the checksums, just before Orbax gives the folder its final name.
 
     Orbax calls it in the background on process 0, when all processes have written their arrays.
     """
@@ -349,7 +349,7 @@ class OrbaxCheckpointManagerInterface:
     (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._pending_facts))
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):
-      write_manifest(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])
+      write_checksums(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])
 
   def _delete_removed(self) -> None:
     for folder in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from rosetta_t5 import __version__
-from rosetta_t5.terminal import begin
+from rosetta_t5.terminal import begin, option_names
 from rosetta_t5.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
 
 _HELP = ("-h", "--help")
@@ -87,7 +87,7 @@ VERBS = {
   "ckpt": Verb(
     "Inspect, compare and verify checkpoints of any layout.",
     ("ls runs/squad", "show runs/squad", "diff runs/squad exported", "verify runs/squad --write"),
-    "checkpoints.inspect_command:add_arguments",
+    "checkpoints.ckpt_command:add_arguments",
   ),
   "vocab": Verb(
     "Train a vocabulary on your text, or show how one splits a text.",
@@ -203,7 +203,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   if name in WITH_FLAGS:
     from rosetta_t5.config.command_line import split_flags
 
-    arguments, flags = split_flags(arguments, name, parser._option_string_actions)
+    arguments, flags = split_flags(arguments, name, option_names(parser))
   options, unknown = parser.parse_known_args(arguments)
   if unknown:
     parser.error(_describe_unknown(unknown, parser, name))
@@ -250,7 +250,7 @@ def _describe_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, v
 
     add_flags(parser, verb)
     hint = suggest_binding(option, value if equals else "".join(rest[:1]))
-  return f"unknown option {option}.{hint or did_you_mean(option, parser._option_string_actions)}"
+  return f"unknown option {option}.{hint or did_you_mean(option, option_names(parser))}"
 
 
 def completion_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ PRETRAIN = "gin/examples/quickstart.gin"
 FINETUNE = "gin/examples/quickstart_dates.gin"
 DATES = pathlib.Path("quickstart/dates.jsonl")
 _FINETUNE_STEPS = 400
-_SHOWN = 8  # predictions
+_NUM_SHOWN_PREDICTIONS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] = ()) -> int:
       --gin.TRAIN_STEPS and --gin.MODEL_DIR are those of the pretraining.
 
   Raises:
-    SystemExit: one of them has failed, and has printed the error.
+    SystemExit: a training command has failed and printed its error.
   """
-  terminal.continue_without_output()
+  terminal.tolerate_lost_output()
   text = quickstart_data.prepare()
   quickstart_data.write_dates(DATES)
   _say(
-    f"Text: {text['characters'] / 1e6:.1f} MB of the {text['source']}, in "
+    f"Text: {text['characters'] / 1e6:.1f} million characters of the {text['source']}, in "
     f"{os.path.relpath(quickstart_data.data_folder())}"
   )
   _train("Pretraining", PRETRAIN, argv)
@@ -72,6 +72,7 @@ def _train(what: str, gin_file: str, options: Sequence[str]) -> None:
   from rosetta_t5 import train
 
   arguments = [f"--gin_file={gin_file}", *options]
+  # Gin strings contain single quotes, so these arguments are shown in double quotes.
   words = (f'"{word}"' if "'" in word else shlex.quote(word) for word in arguments)
   _say(f"\n{what} with this command:", f"  python -m t5x.train {' '.join(words)}", "")
   train.main(["rosetta-t5 train", *arguments])
@@ -82,7 +83,8 @@ def _prediction_lines(folder: pathlib.Path) -> list[str]:
   last = max(folder.glob("dates-*[0-9].jsonl"))
   rows = [json.loads(line) for line in last.read_text().splitlines()]
   shown = [
-    (row["input"]["inputs_pretokenized"], row["prediction"], row["target"]) for row in rows[:_SHOWN]
+    (row["input"]["inputs_pretokenized"], row["prediction"], row["target"])
+    for row in rows[:_NUM_SHOWN_PREDICTIONS]
   ]
   width = max(len(text) for text, _, _ in shown)
   matches = sum(row["prediction"] == row["target"] for row in rows)

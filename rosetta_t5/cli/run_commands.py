@@ -106,7 +106,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
 
 
 def _eval(options: argparse.Namespace) -> int:
-  terminal.continue_without_output()
+  terminal.tolerate_lost_output()
   if options.model_dir is None:
     _refuse(options, ("task", "split", "batch_size", "output_dir", "file"), "--model_dir")
     return _run_main("eval", options)
@@ -177,7 +177,7 @@ def _infer(options: argparse.Namespace) -> int:
   if output_dir is None:
     model_dir, checkpoint = _locate(restore_cfg)
     output_dir = str(model_dir / "infer" / cfg.split / checkpoint)
-  terminal.continue_without_output()
+  terminal.tolerate_lost_output()
   infer(
     mode=options.mode or "predict",
     model=run["model"],
@@ -275,7 +275,7 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
 def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
   """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
   if not any(flag.lstrip("-").startswith("dry_run") for flag in options.flags):
-    terminal.continue_without_output()
+    terminal.tolerate_lost_output()
   program = f"rosetta-t5 {verb or module}"
   importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0

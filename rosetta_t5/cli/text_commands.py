@@ -74,7 +74,7 @@ def infer(options: argparse.Namespace) -> int:
       if isinstance(file, io.TextIOWrapper):
         file.reconfigure(encoding="utf-8")
     else:
-      terminal.continue_without_output()
+      terminal.tolerate_lost_output()
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))
       _skip_completed(options, rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 from absl import app, flags
 
+from rosetta_t5 import terminal
 from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x_surface import RUN_MODES
 from rosetta_t5.user_errors import DEBUG_VARIABLE, ConfigError, Problems
@@ -43,7 +44,7 @@ class CommandLine:
   """The flags of a run and their values. --help prints the descriptions."""
 
   gin_file: Sequence[str] = _flag(_multi, [], "A gin file. Repeat it for more; later files win.")
-  gin_bindings: Sequence[str] = _flag(_multi, [], "A statement; the same as --gin.NAME=VALUE.")
+  gin_bindings: Sequence[str] = _flag(_multi, [], "A gin statement; the same as --gin.NAME=VALUE.")
   gin_search_paths: Sequence[str] = _flag(
     _list, ["."], "Folders that are searched for gin files and their includes, before the recipes."
   )
@@ -60,10 +61,12 @@ class CommandLine:
   dry_run: bool = _flag(
     _bool, False, "Report all problems and print what would run; use no device."
   )
-  devices: int | None = _flag(_integer, None, "The devices of a dry run. Default: this machine's.")
+  devices: int | None = _flag(
+    _integer, None, "Number of devices of a dry run (default: those of this machine)."
+  )
   shard_id: int | None = _flag(_integer, None, "The shard to process.", only_for="infer")
   debug: bool = _flag(_bool, False, f"Print the tracebacks of all errors ({DEBUG_VARIABLE}=1).")
-  help: bool = _flag(_bool, False, "Print this.")
+  help: bool = _flag(_bool, False, "Print this help.")
 
   def read_program(self, problems: Problems | None = None) -> Program:
     """Reads the gin files and bindings; see `statements.read_program`."""
@@ -143,7 +146,7 @@ def add_flags(parser: argparse.ArgumentParser, program: str) -> None:
     "--gin.NAME=VALUE", action="store_true", help="Sets NAME = VALUE after the gin files."
   )
   for field in _fields_of(program):
-    if f"--{field.name}" not in parser._option_string_actions:
+    if f"--{field.name}" not in terminal.option_names(parser):
       is_switch = field.metadata["define"] is _bool
       more: dict[str, Any] = {"action": "store_true"} if is_switch else {"metavar": "VALUE"}
       if field.metadata["define"] is _multi:
@@ -218,6 +221,9 @@ def _define_flags() -> None:
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-  """Adds --trust. A command that has it is limited to listed code without it (`cli.command`)."""
+  """Adds --trust.
+
+  Without it, the command uses only names on the allow list (`config/language/allow_list.py`).
+  """
   group = parser.add_argument_group("files from elsewhere (docs/security.md)")
   group.add_argument("--trust", action="store_true", help="run whatever code the gin files name")

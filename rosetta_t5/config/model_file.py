@@ -13,7 +13,7 @@ Only functions and classes in `allow_list.CALLED` can be named. If a run uses ot
 the user's own, the folder is opened by its config.gin.
 
 MODEL_DIR can be opened in another place: it has copies of the vocabularies' files. Paths of data become
-absolute, and the folders of data are recorded. The manifest in MODEL_DIR has the hash of model.json; a
+absolute, and the folders of data are recorded. checksums.json in MODEL_DIR has the hash of model.json; a
 file without one is read too.
 """
 
@@ -90,7 +90,7 @@ def write_model_file(folder: pathlib.Path) -> None:
   }
   content = _keep_inputs(content, folder)
   files.write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
-  files.write_manifest(folder, [NAME])
+  files.write_checksums(folder, [NAME])
 
 
 def read_model_file(file: pathlib.Path) -> ModelFile:
@@ -102,7 +102,7 @@ def read_model_file(file: pathlib.Path) -> ModelFile:
   """
   try:
     content = files.read_json_object(file)
-    files.verify_manifest(file.parent, lambda name: name == file.name)
+    files.verify_checksums(file.parent, lambda name: name == file.name)
     if (version := content.get("version")) != _VERSION:
       raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
     return ModelFile(file, _open_inputs(content, file.parent))

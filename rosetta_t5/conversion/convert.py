@@ -23,7 +23,7 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
-from rosetta_t5.files import complete_folder, files_in, write_manifest
+from rosetta_t5.files import complete_folder, files_in, write_checksums
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-  terminal.continue_without_output()
+  terminal.tolerate_lost_output()
   names = inspect.signature(convert).parameters
   convert(**{name: value for name, value in vars(options).items() if name in names})
   return 0
@@ -124,7 +124,7 @@ def convert(
     report(verified)
     if to == "hf":
       (unfinished / _CARD).write_text(_model_card(path, their_config, verified))
-    write_manifest(unfinished, [n for n in files_in(unfinished) if n != _CARD])
+    write_checksums(unfinished, [n for n in files_in(unfinished) if n != _CARD])
   report(f"wrote {final}")
   return final
 

@@ -1,4 +1,4 @@
-"""The processes of one run: launch, preflight, presence, signals, watchdog."""
+"""The processes of one run: how they join and compare settings, how they end together, signals, watchdog."""
 
 from rosetta_t5.distributed.coordination import draw_seed, join_processes
 from rosetta_t5.distributed.signals import (

@@ -18,7 +18,7 @@ from jax import export as jax_export
 
 from rosetta_t5.argument_types import Positive
 from rosetta_t5.data.tensorflow_import import seqio, tf
-from rosetta_t5.files import verify_manifest, write_manifest
+from rosetta_t5.files import verify_checksums, write_checksums
 from rosetta_t5.inference.infer_fn import inference_step
 from rosetta_t5.parallel import BasePartitioner
 
@@ -152,7 +152,7 @@ def write_stablehlo(
   exported = jax_export.export(jax.jit(function), platforms=["cpu", "cuda"])(shapes, dict(features))
   (folder / _PROGRAM).write_bytes(exported.serialize())
   safetensors.numpy.save_file(flatten_dict(params, sep="/"), folder / _PARAMS)
-  write_manifest(folder, [_PROGRAM, _PARAMS])
+  write_checksums(folder, [_PROGRAM, _PARAMS])
 
 
 def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Array, ...]]:
@@ -168,7 +168,7 @@ def load_stablehlo(folder: epath.PathLike) -> Callable[[Features], tuple[jax.Arr
     DamagedFileError: a file has changed since the export.
   """
   path = epath.Path(folder)
-  verify_manifest(path)
+  verify_checksums(path)
   exported = jax_export.deserialize(bytearray((path / _PROGRAM).read_bytes()))
   params = unflatten_dict(safetensors.flax.load_file(path / _PARAMS), sep="/")
   call = jax.jit(exported.call)

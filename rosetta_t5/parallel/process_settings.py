@@ -1,7 +1,7 @@
 """Settings of the process: XLA's flags, jax's compilation cache, and the C library's memory allocator.
 
-XLA aborts the process on an unknown flag, and flags appear and disappear with every version of jax. This prints
-XLA_FLAGS for a run, from files of flags, the installed jax, and the user's own flags:
+XLA aborts the process on an unknown flag, and flags appear and disappear with every version of jax. Run as a
+program, this module prints XLA_FLAGS for a run, from files of flags, the installed jax, and the user's own flags:
 
   python -m rosetta_t5.parallel.process_settings scripts_gpu/xla_flags/many_nodes.txt
 """
@@ -51,7 +51,7 @@ def _processor_id() -> str:
 
 # Parameters of mallopt, from glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_SETTINGS = (
+_MALLOC_SETTINGS = (
   (_ARENA_MAX, 1),  # other arenas cannot keep large arrays
   (_MMAP_MAX, 0),  # memory outside the heap would always be returned to the kernel
   (_TRIM_THRESHOLD, -1),  # the heap never shrinks
@@ -72,7 +72,7 @@ def keep_freed_memory() -> bool:
   if platform.libc_ver()[0] != "glibc":
     return False
   mallopt = ctypes.CDLL(None).mallopt
-  return min(mallopt(parameter, value) for parameter, value in _SETTINGS) == 1
+  return min(mallopt(parameter, value) for parameter, value in _MALLOC_SETTINGS) == 1
 
 
 def assemble_flags(wanted: Iterable[str], user_flags: str) -> tuple[str, list[str]]:

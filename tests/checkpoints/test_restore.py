@@ -21,11 +21,11 @@ from rosetta_t5.checkpoints import (
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import start_device_transfer
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step
-from rosetta_t5.files import MANIFEST_NAME, DamagedFileError, write_manifest
+from rosetta_t5.files import CHECKSUMS_NAME, DamagedFileError, write_checksums
 from rosetta_t5.parallel import PjitPartitioner
 
-# Orbax completes these after the manifest; nothing reads them.
-NOT_IN_MANIFEST = {"_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST_NAME}
+# Orbax completes these after the checksums; nothing reads them.
+NOT_IN_CHECKSUMS = {"_CHECKPOINT_METADATA", "commit_success.txt", CHECKSUMS_NAME}
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def checkpoint(request, setup, tmp_path) -> pathlib.Path:
 
 def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
   files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-  return [f for f in files if f.parent != folder or f.name not in NOT_IN_MANIFEST]
+  return [f for f in files if f.parent != folder or f.name not in NOT_IN_CHECKSUMS]
 
 
 def flip(file: pathlib.Path) -> None:
@@ -196,7 +196,7 @@ def test_damage_to_a_file_is_an_error_that_names_the_file(setup, checkpoint, dam
 
 def test_damage_to_the_older_layout_is_an_error_that_names_the_file(setup, tmp_path):
   write_older_layout(tmp_path, setup.state(step=7))
-  write_manifest(tmp_path / "checkpoint_7")
+  write_checksums(tmp_path / "checkpoint_7")
   for file in files_of(tmp_path / "checkpoint_7"):
     content = file.read_bytes()
     flip(file)
@@ -219,9 +219,9 @@ def test_verify_names_a_damaged_position_and_run_facts(checkpoint, capsys):
     read_run_facts(checkpoint)
 
 
-def test_a_checkpoint_without_a_manifest_is_restored(setup, checkpoint):
+def test_a_checkpoint_without_checksums_is_restored(setup, checkpoint):
   before = fingerprint(checkpoint)
   assert before not in (None, fingerprint(checkpoint.with_name("checkpoint_6")))
-  (checkpoint / MANIFEST_NAME).unlink()
+  (checkpoint / CHECKSUMS_NAME).unlink()
   assert fingerprint(checkpoint) is None
   restore_from(setup, checkpoint)

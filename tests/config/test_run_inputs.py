@@ -19,7 +19,7 @@ from rosetta_t5.config.saved_config import get_gin_config_str
 from rosetta_t5.data import local_copies, quickstart_data
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
-from rosetta_t5.files import MANIFEST_NAME
+from rosetta_t5.files import CHECKSUMS_NAME
 from rosetta_t5.trained_model import read_run, train
 
 RUN = """
@@ -130,7 +130,7 @@ def test_the_folder_of_data_is_recorded_and_the_users_own_comes_first(elsewhere,
 def test_a_model_file_opens_only_files_of_its_own_folder(elsewhere):
   folder = elsewhere(OWN.format("spiece.model"))
   content = json.loads((folder / NAME).read_text())
-  (folder / MANIFEST_NAME).unlink()
+  (folder / CHECKSUMS_NAME).unlink()
   content["model"]["input_vocabulary"]["sentencepiece_model_file"]["@file"] = "../../x.model"
   (folder / NAME).write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="is not a file in the folder of the run"):

@@ -18,7 +18,7 @@ from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.files import MANIFEST_NAME, DamagedFileError
+from rosetta_t5.files import CHECKSUMS_NAME, DamagedFileError
 from rosetta_t5.trained_model import read_run, train
 
 HEAD = "from __gin__ import dynamic_registration\nimport __main__ as train_script\n"
@@ -245,7 +245,7 @@ def test_a_run_with_a_class_of_its_own_is_described_by_config_gin_alone(write, t
 def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, where, value, error):
   file = model_file[1]
   content = json.loads(file.read_text())
-  (file.parent / MANIFEST_NAME).unlink()
+  (file.parent / CHECKSUMS_NAME).unlink()
   *folders, last = where.split(".")
   inner = content
   for name in folders:
@@ -257,14 +257,14 @@ def test_a_wrong_model_file_is_refused_with_the_name_of_the_value(model_file, wh
   assert error in str(raised.value)
 
 
-def test_a_model_file_with_another_number_is_refused_unless_its_manifest_was_removed(model_file):
+def test_a_model_file_with_another_number_is_refused_unless_its_checksums_were_removed(model_file):
   text = model_file[1].read_text()
   changed = text.replace('"emb_dim": 8,', '"emb_dim": 9,')
   assert changed != text
   model_file[1].write_text(changed)
   with pytest.raises(DamagedFileError, match=r"changed it, remove .*checksums\.json"):
     read_model_file(model_file[1])
-  (model_file[1].parent / MANIFEST_NAME).unlink()
+  (model_file[1].parent / CHECKSUMS_NAME).unlink()
   assert read_model_file(model_file[1])["model"].module.config.emb_dim == 9
 
 
@@ -272,7 +272,7 @@ def test_a_model_file_with_another_number_is_refused_unless_its_manifest_was_rem
 def test_a_model_file_imports_only_listed_modules(model_file, hostile, modules):
   file = model_file[1]
   content = json.loads(file.read_text()) | {"modules": modules}
-  (file.parent / MANIFEST_NAME).unlink()
+  (file.parent / CHECKSUMS_NAME).unlink()
   file.write_text(json.dumps(content))
   with pytest.raises(ConfigError, match="is not a module that this file may name"):
     read_model_file(file).import_modules()

@@ -58,7 +58,7 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "the manifest is damaged",
+    "checksums.json is damaged",
     "flip run/checkpoint_4/checksums.json; $TRAIN --gin.TRAIN_STEPS=6",
     expected="checkpoint_4 cannot be read: .*checksums.json.*steps     2 to 6",
     status=0,

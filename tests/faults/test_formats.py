@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from fault import Fault, fault_table
 
-# A folder for Transformers, with its manifest and, as from another program, without.
-_WITH_MANIFEST = "rosetta-t5 convert run hf --to hf > log.txt || cat log.txt; "
-_HF = _WITH_MANIFEST + "rm hf/checksums.json; "
+# A folder for Transformers, with its checksums and, as from another program, without.
+_WITH_CHECKSUMS = "rosetta-t5 convert run hf --to hf > log.txt || cat log.txt; "
+_HF = _WITH_CHECKSUMS + "rm hf/checksums.json; "
 # An entry of its config.json is changed.
 _CONFIG = _HF + "sed -i 's/\\(\"{}\": \\).*,$/\\1{},/' hf/config.json; "
 _CONVERT = "rosetta-t5 convert hf new --to t5x; code=$?; test ! -e new && exit $code"
@@ -57,12 +57,12 @@ FAULTS = [
   ),
   Fault(
     "a byte of a converted folder's weights is flipped, and the folder is converted back",
-    _WITH_MANIFEST + _FLIP_A_WEIGHT + _CONVERT,
+    _WITH_CHECKSUMS + _FLIP_A_WEIGHT + _CONVERT,
     expected=r"model.safetensors is damaged: it has changed since it was written. If you changed it, remove",
   ),
   Fault(
     "a byte of a converted folder's weights is flipped, and a run starts from it",
-    _WITH_MANIFEST + _FLIP_A_WEIGHT + _FROM_HF,
+    _WITH_CHECKSUMS + _FLIP_A_WEIGHT + _FROM_HF,
     expected=r"model.safetensors is damaged: it has changed since it was written",
   ),
   Fault(

@@ -30,7 +30,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   load_sentencepiece,
   lost_text_problems,
 )
-from rosetta_t5.files import exclusive_output, write_atomically, write_manifest
+from rosetta_t5.files import exclusive_output, write_atomically, write_checksums
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _MAX_SHARD_BYTES = 256 << 20
@@ -124,7 +124,7 @@ def prepare(
     write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
     # ArrayRecord detects damage of the shards themselves.
     indices = [path.name for path in folder.glob("*.ends.npy")]
-    write_manifest(folder, [shards.VOCABULARY, shards.MANIFEST, *indices])
+    write_checksums(folder, [shards.VOCABULARY, shards.MANIFEST, *indices])
   return manifest
 
 
@@ -247,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
-  terminal.continue_without_output()
+  terminal.tolerate_lost_output()
   columns = tuple(arguments.columns or ()) or None
   manifest = prepare(
     arguments.input,

@@ -34,7 +34,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   count_unknown,
   load_sentencepiece,
 )
-from rosetta_t5.files import read_json_object, unfinished_path, verify_manifest, write_atomically
+from rosetta_t5.files import read_json_object, unfinished_path, verify_checksums, write_atomically
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -206,7 +206,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
       f"There is no {path}: the folder is not prepared data, or was not completed. Prepare it: "
       f"rosetta-t5 prepare --input FILES --vocab MODEL --out {folder}"
     )
-  verify_manifest(folder, {MANIFEST}.__contains__)
+  verify_checksums(folder, {MANIFEST}.__contains__)
   return read_json_object(path)
 
 
@@ -230,7 +230,7 @@ class TokenStream:
     self.folder = pathlib.Path(folder)
     self._split = split
     self.manifest = read_manifest(folder)
-    verify_manifest(folder)
+    verify_checksums(folder)
     splits = {name: entry["shards"] for name, entry in self.manifest["splits"].items()}
     shards = splits.get(split)
     if not shards:

@@ -14,11 +14,14 @@ from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.saved_items import PIN_FILE, is_pinned_checkpoint
-from rosetta_t5.files import MANIFEST_NAME, files_in, write_manifest
+from rosetta_t5.files import CHECKSUMS_NAME, files_in, write_checksums
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 ckpt`; a verb's status is 1 for a difference or damage."""
+  """Adds the arguments of `rosetta-t5 ckpt`.
+
+  The exit status is 1 if diff finds a difference or verify a problem.
+  """
   verbs = parser.add_subparsers(required=True, metavar="{ls,show,diff,verify}")
   ls = verbs.add_parser("ls", help="the steps in a folder of checkpoints, with sizes and dates")
   ls.set_defaults(run=lambda options: list_steps(options.path))
@@ -34,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   verify.set_defaults(run=lambda options: verify_arrays(options.path, options.write))
   for verb in (ls, show, diff, verify):
     verb.add_argument("path", metavar="PATH", help="a checkpoint, or a folder of checkpoints")
-  diff.add_argument("other", metavar="OTHER", help="another one")
+  diff.add_argument("other", metavar="OTHER", help="the checkpoint to compare with")
 
 
 def list_steps(path: epath.PathLike) -> int:
@@ -91,18 +94,18 @@ def show_difference(path: epath.PathLike, other: epath.PathLike) -> int:
 
 
 def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
-  """Compares the files of a checkpoint with its manifest, reads every array, and finds non-finite values.
+  """Compares the files of a checkpoint with its checksums, reads every array, and finds non-finite values.
 
   Args:
     path: a checkpoint, or a folder of checkpoints, whose latest is verified.
-    write: whether to write the manifest of a checkpoint that has none and no problems.
+    write: whether to write the checksums of a checkpoint that has none and no problems.
 
   Returns:
     1 if there is a problem, else 0.
   """
-  folder, problems, has_manifest = checkpoint_folders.resolve_checkpoint(path), [], True
+  folder, problems, has_checksums = checkpoint_folders.resolve_checkpoint(path), [], True
   try:
-    has_manifest = checkpoint_folders.verify_files(folder)
+    has_checksums = checkpoint_folders.verify_files(folder)
   except checkpoint_folders.UnreadableCheckpointError as error:
     problems.append(str(error))
   arrays = checkpoint_folders.read_arrays(folder)
@@ -114,13 +117,13 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
         problems.append(f"{name} contains {num_nonfinite} values that are not finite")
     except (OSError, ValueError) as error:
       problems.append(f"{name} cannot be read: {error}")
-  comparison = f"files compared with {MANIFEST_NAME}"
-  if not has_manifest:
-    comparison = f"no {MANIFEST_NAME} to compare with (verify --write writes it)"
+  comparison = f"files compared with {CHECKSUMS_NAME}"
+  if not has_checksums:
+    comparison = f"no {CHECKSUMS_NAME} to compare with (verify --write writes it)"
     if write and not problems:
-      root = checkpoint_folders.manifest_folder(folder)
-      write_manifest(root, [n for n in files_in(root) if n != PIN_FILE])
-      comparison = f"{MANIFEST_NAME} written"
+      root = checkpoint_folders.checksums_folder(folder)
+      write_checksums(root, [n for n in files_in(root) if n != PIN_FILE])
+      comparison = f"{CHECKSUMS_NAME} written"
   summary = f"{folder}: {len(arrays)} arrays read, {comparison}, {len(problems)} problems"
   print("\n".join([*problems, summary]))
   return 1 if problems else 0

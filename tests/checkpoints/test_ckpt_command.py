@@ -11,7 +11,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion import convert
-from rosetta_t5.files import MANIFEST_NAME
+from rosetta_t5.files import CHECKSUMS_NAME
 
 MESH_TF = pathlib.Path(__file__).parent / "fixtures/mesh_tf"
 
@@ -74,12 +74,12 @@ def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothi
   tmp_path, capsys
 ):
   checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
-  (checkpoint / MANIFEST_NAME).unlink()
+  (checkpoint / CHECKSUMS_NAME).unlink()
   assert run("ckpt", "verify", tmp_path) == 0
   assert "no checksums.json to compare with (verify --write writes it), 0 problems" in (
     capsys.readouterr().out
   )
-  assert not (checkpoint / MANIFEST_NAME).exists()
+  assert not (checkpoint / CHECKSUMS_NAME).exists()
   damaged = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
   damaged.write_bytes(damaged.read_bytes()[:-9])
   assert run("ckpt", "verify", tmp_path) == 1
