@@ -19,7 +19,7 @@ from rosetta_t5 import __version__
 class ReExports(types.ModuleType):
   """A module of `t5x`: what is set here is also set wherever `rosetta_t5` has the old value.
 
-  A module that has a function `when_replaced` is notified by a call of it.
+  A module's function `on_name_set`, if it has one, is called after each assignment to one of its names.
   """
 
   # The names in `rosetta_t5` of each function or class that was replaced, by its name here.
@@ -49,8 +49,8 @@ class ReExports(types.ModuleType):
     elif name in vars(self):
       self._replace_below(name, vars(self)[name], value)
     super().__setattr__(name, value)
-    if "when_replaced" in vars(self):
-      self.when_replaced()
+    if "on_name_set" in vars(self):
+      self.on_name_set()
 
   def _replace_below(self, name: str, old: Any, new: Any) -> None:
     # These are found anew each time, because modules may have been imported since the last one.

@@ -42,16 +42,18 @@ class WeightMetricsComputer:
     update = jax.tree.map(jnp.subtract, new, old)
     squares = [jnp.vdot(grad, grad) for grad in jax.tree.leaves(gradients)]
     return {
-      **_each("weight_rms", _rms, new),
-      **_each("weight_gradient_rms", _rms, gradients),
+      **_metric_per_array("weight_rms", _rms, new),
+      **_metric_per_array("weight_gradient_rms", _rms, gradients),
       "weight_gradient_norm": AveragePerStep.from_model_output(jnp.sqrt(sum(squares))),
-      **_each("weight_update_rms", _rms, update),
-      **_each("weight_update_divided_by_weight_rms", _rms, jax.tree.map(jnp.divide, update, old)),
-      **_each("weight_max", lambda x: jnp.max(jnp.abs(x)), new),
+      **_metric_per_array("weight_update_rms", _rms, update),
+      **_metric_per_array(
+        "weight_update_divided_by_weight_rms", _rms, jax.tree.map(jnp.divide, update, old)
+      ),
+      **_metric_per_array("weight_max", lambda x: jnp.max(jnp.abs(x)), new),
     }
 
 
-def _each(name: str, measure: Any, tree: PyTree) -> Metrics:
+def _metric_per_array(name: str, measure: Any, tree: PyTree) -> Metrics:
   flat = flatten_dict_string_keys(tree)
   return {f"{name}/{k}": AveragePerStep.from_model_output(measure(x)) for k, x in flat.items()}
 
@@ -144,8 +146,11 @@ def train_with_lr(
 _OWN_FUNCTIONS = (accumulate_grads_microbatched, apply_grads, train_with_lr, eval_step)
 
 
-def when_replaced() -> None:
-  """Makes `Trainer` use the functions above as long as a user has replaced one of them."""
+def on_name_set() -> None:
+  """Called after each assignment to a name of this module.
+
+  `Trainer` uses this module's functions if a user has replaced one of them, else rosetta_t5's.
+  """
   is_ours = all(globals()[function.__name__] is function for function in _OWN_FUNCTIONS)
   trainer.train_step = step.train_step if is_ours else _train_step_of_functions
   trainer.eval_step = step.eval_step if is_ours else _eval_step_of_functions
@@ -166,7 +171,7 @@ def _train_step_of_functions(
     batch,
     learning_rate_fn(state.step),
     jax.random.fold_in(rng, state.step),
-    getattr(loss_fn, "__self__", None),
+    getattr(loss_fn, "__self__", None),  # the model, whose bound method this is
     num_microbatches,
     getattr(weight_metrics, "__self__", None),
   )

@@ -113,10 +113,10 @@ class OrbaxCheckpointManagerInterface:
     self._checkpoint_steps = frozenset(checkpoint_steps or ())
     self._keep_dataset = keep_dataset_checkpoints
     self._steps = checkpoint_folders.all_steps(self.directory)
-    self._writer: ocp.CheckpointManager | None = None
+    self._orbax: ocp.CheckpointManager | None = None
     self._deleter = futures.ThreadPoolExecutor(1)
-    self._pending: int | None = None
-    self._pending_facts: dict[str, Any] = {}
+    self._saving_step: int | None = None
+    self._saving_facts: dict[str, Any] = {}
 
   def all_steps(self) -> list[int]:
     """Returns the steps that are saved or being saved, in ascending order."""
@@ -142,7 +142,7 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: a save in the background has failed.
     """
-    if self._pending is not None and not self._orbax_manager().is_saving_in_progress():
+    if self._saving_step is not None and not self._orbax_manager().is_saving_in_progress():
       self.wait_until_finished()
     due = step in self._checkpoint_steps or bool(self._period and step % self._period == 0)
     return due and step not in self._steps
@@ -170,6 +170,7 @@ class OrbaxCheckpointManagerInterface:
     if step in self._steps or not (force or self.should_save(step)):
       return False
     if self.user_save is not None:
+      # so that the user's `save` can call this method to write the checkpoint
       user_save, self.user_save = self.user_save, None
       try:
         user_save(train_state, state_transformation_fns)
@@ -180,14 +181,14 @@ class OrbaxCheckpointManagerInterface:
     changes = state_transformation_fns or self.state_transformation_fns
     state = saved_items.state_args(train_state, self._partitioner, changes, self._save_dtype)
     items: dict[str, Any] = {checkpoint_folders.STATE_ITEM: state}
-    self._pending_facts = dict(self.run_facts)
+    self._saving_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
       items[checkpoint_folders.DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
-    self._pending = step
+    self._saving_step = step
     try:
       self._orbax_manager().save(step, args=ocp.args.Composite(**items), force=True)
     except Exception as error:
-      raise self._failure(error) from error
+      raise self._abandon_save(error) from error
     self._steps = sorted({*self._steps, step})
     return True
 
@@ -197,13 +198,13 @@ class OrbaxCheckpointManagerInterface:
     Raises:
       CheckpointSaveError: the save failed.
     """
-    if self._pending is None:
+    if self._saving_step is None:
       return
     try:
       self._orbax_manager().wait_until_finished()
     except Exception as error:
-      raise self._failure(error) from error
-    self._pending = None
+      raise self._abandon_save(error) from error
+    self._saving_step = None
     self.reload()
     if jax.process_index() == 0:
       self._deleter.submit(self._delete_removed)
@@ -216,9 +217,9 @@ class OrbaxCheckpointManagerInterface:
     try:
       self.wait_until_finished()
     finally:
-      writer, self._writer = self._writer, None
-      if writer is not None:
-        writer.close()
+      orbax, self._orbax = self._orbax, None
+      if orbax is not None:
+        orbax.close()
         self._deleter.submit(self._delete_removed).result()
 
   def restore(
@@ -310,10 +311,10 @@ class OrbaxCheckpointManagerInterface:
 
   def _orbax_manager(self) -> ocp.CheckpointManager:
     """Returns Orbax's manager. It is created on first use, because it creates the folder."""
-    if self._writer is None:
+    if self._orbax is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
       handler = ocp.PyTreeCheckpointHandler(use_compression=False)
-      saved_items.end_run_if_a_write_fails(handler, self._failure)
+      saved_items.end_run_if_a_write_fails(handler, self._abandon_save)
       handlers: dict[str, Any] = {checkpoint_folders.STATE_ITEM: handler}
       if self._dataset_iterator is not None:
         handlers[checkpoint_folders.DATASET_ITEM] = self._dataset_handler()
@@ -333,20 +334,20 @@ class OrbaxCheckpointManagerInterface:
         todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else _REMOVED_FOLDER,
       )
       self.directory.mkdir(parents=True, exist_ok=True)
-      self._writer = ocp.CheckpointManager(
+      self._orbax = ocp.CheckpointManager(
         self.directory.absolute(), item_handlers=handlers, options=options
       )
-    return self._writer
+    return self._orbax
 
   def _complete_folder(self) -> None:
     """Writes the run facts and the checksums, just before Orbax gives the folder its final name.
 
     Orbax calls it in the background on process 0, when all processes have written their arrays.
     """
-    final = checkpoint_folders.checkpoint_path(self.directory, self._pending or 0)
+    final = checkpoint_folders.checkpoint_path(self.directory, self._saving_step or 0)
     pattern = f"{final.name}{ocp.path.atomicity.TMP_DIR_SUFFIX}*"
     folder = next(iter(sorted(self.directory.glob(pattern))), final)
-    (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._pending_facts))
+    (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._saving_facts))
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):
       write_checksums(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])
@@ -355,9 +356,9 @@ class OrbaxCheckpointManagerInterface:
     for folder in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):
       shutil.rmtree(folder, ignore_errors=True)
 
-  def _failure(self, error: Exception) -> saved_items.CheckpointSaveError:
-    """Returns the error for the running save, which is given up."""
-    step, self._pending = self._pending or 0, None
+  def _abandon_save(self, error: Exception) -> saved_items.CheckpointSaveError:
+    """Gives up the running save, and returns the error that says so."""
+    step, self._saving_step = self._saving_step or 0, None
     self._steps = [saved for saved in self._steps if saved != step]
     complete = ", ".join(map(str, self._steps)) or "none"
     return saved_items.CheckpointSaveError(

@@ -25,7 +25,7 @@ from rosetta_t5.parallel.axis_rules import partition_specs_of
 RestoreTransformation = Callable[..., Any]
 
 # Arrays are read concurrently up to this size, which bounds the host memory of a restore.
-_MAX_BYTES = 2 << 30
+_MAX_CONCURRENT_BYTES = 2 << 30
 # The collections in which flax's and Transformer Engine's fp8 layers keep their scales.
 _FP8_COLLECTIONS = ("flax_mutables/_overwrite_with_gradient/", "flax_mutables/fp8_metas/")
 _OPTIMIZER_STATE = "state/param_states/"
@@ -119,7 +119,7 @@ def find_matching_arrays(
 ) -> dict[str, StoredArray]:
   """Returns the arrays of a checkpoint that a train state needs, by the train state's flat names.
 
-  No value of a parameter is read. If the train state has no optimizer's state, as in inference, averages
+  No value of a parameter is read. If the train state has no optimizer state, as in inference, averages
   of the parameters take their place (see `with_averages`).
 
   Args:
@@ -204,7 +204,7 @@ def _find_restorable(
   only_state_differs = has_state and omitted and all(map(_is_optimizer_state, omitted))
   if only_state_differs and not allow_missing:
     _log.warning(
-      f"checkpoint {path} was written with a different OPTIMIZER, or with layers that were stacked otherwise: "
+      f"checkpoint {path} was written with a different OPTIMIZER, or with layers stacked differently: "
       f"its optimizer state is not used, and this run's is initialized\n{_table(mismatches)}"
     )
     return {name for name in expected if not _is_optimizer_state(name)}
@@ -213,7 +213,7 @@ def _find_restorable(
   differing = (m for m in mismatches if not m.name.startswith(initialized))
   if refused := [m for m in differing if not allowed.get(m.problem)]:
     raise mismatch_error(path, refused)
-  if omitted - {"state/step"}:  # A folder of Hugging Face has no step, and inference needs none.
+  if omitted - {"state/step"}:  # A Hugging Face folder has no step, and inference needs none.
     _log.warning(
       f"checkpoint {path} does not match: what it lacks is initialized, and what only it has is not used "
       f"({_summary(mismatches)}, such as {mismatches[0].name})"
@@ -292,7 +292,9 @@ def _transfer_to_devices(
       bar.advance(arrays[name].nbytes / 1e9)
 
     for name, array in arrays.items():
-      while pending and sum(arrays[n].nbytes for n, _ in pending) + array.nbytes > _MAX_BYTES:
+      while (
+        pending and sum(arrays[n].nbytes for n, _ in pending) + array.nbytes > _MAX_CONCURRENT_BYTES
+      ):
         finish_first()
       pending.append((name, lazy_arrays.start_device_transfer(array, shardings[name])))
     while pending:
@@ -315,7 +317,7 @@ def _initialize_missing(
     if _is_optimizer_state(name):
       states.append(name)
       continue
-    # A scale of fp8 begins with 1; the step and the history of maxima begin with 0.
+    # fp8 scales start at 1; the step and the amax histories at 0.
     is_scale = name.rpartition("/")[2].endswith(("scale", "scale_inv"))
     value = np.full(leaves[name].shape, 1 if is_scale else 0, leaves[name].dtype)
     initial[name] = jax.device_put(value, shardings[name])

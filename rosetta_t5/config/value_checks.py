@@ -23,8 +23,8 @@ from rosetta_t5.config.language.statements import Program, leaves, map_leaves
 from rosetta_t5.user_errors import ConfigError, Problems, did_you_mean
 
 # What an argument of a plain type accepts: in words, and which of gin's values. T5X's scripts write 0
-# and 1 for False and True, and a whole number is a number.
-_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+# and 1 for False and True, and an integer is accepted as a number.
+_PLAIN_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
   bool: ("True or False", lambda value: isinstance(value, int) and value in (0, 1)),
   int: ("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)),
   float: ("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool)),
@@ -47,6 +47,7 @@ def check_values(program: Program, problems: Problems) -> None:
   sources = {key: binding.source for key, binding in program.effective_bindings().items()}
   for argument, macro, value, declared in _bound_values():
     scope, _, name = argument.rpartition("/")
+    # (class or function, argument), without the module
     key = (macro,) if macro else (scope, *name.rsplit(".", 2)[-2:])
     source = [sources[key]] if key in sources else []
     with problems.collect(*source, *([f"read as {name}"] if macro else [])):
@@ -55,14 +56,15 @@ def check_values(program: Program, problems: Problems) -> None:
         text = f"{part_name} must be {_describe(part_type)}, got {part!r}"
         raise ConfigError(text + _advice(part, part_type))
     with problems.collect(*source):
-      _check_learning_rates(name, value)
+      _check_uncalled_learning_rates(name, value)
 
 
 def _bound_values() -> Iterator[tuple[str, str | None, Any, Any]]:
-  """Yields the values that gin binds, except defaults, and missing ones, which other checks report.
+  """Yields each value that gin binds, except those equal to the default and those that are missing.
 
-  Each is (argument, macro, value, type): the argument, such as train/DatasetConfig.batch_size, the macro
-  that has the value or None, the value without macros, and the type that the argument is declared to have.
+  Other checks report the missing ones. Each item is (argument, macro, value, type): the argument, such as
+  train/DatasetConfig.batch_size, the macro that has the value or None, the value without macros, and the
+  type that the argument is declared to have.
   """
   bindings = gin_internals.all_bindings()
   macros = {name: b["value"] for (name, kind), b in bindings.items() if kind == gin_internals.MACRO}
@@ -91,8 +93,12 @@ def _macro(value: Any) -> str | None:
   return "/".join(value.scopes) if is_macro else None
 
 
-def _check_learning_rates(argument: str, value: Any) -> None:
-  """Raises ConfigError for a learning rate of a function that `chain` calls with the trainer's."""
+def _check_uncalled_learning_rates(argument: str, value: Any) -> None:
+  """Checks the functions without parentheses in `chain.transformations`.
+
+  Raises:
+    ConfigError: one of them binds learning_rate, which the trainer's replaces.
+  """
   for leaf in leaves(value) if argument == "chain.transformations" else ():
     is_uncalled = isinstance(leaf, ConfigurableReference) and not leaf.evaluate
     if is_uncalled and "learning_rate" in bound_arguments(leaf.configurable, leaf.scopes):
@@ -104,7 +110,7 @@ def _check_learning_rates(argument: str, value: Any) -> None:
 
 
 def _advice(value: Any, declared: Any) -> str:
-  """Returns a similar value that the argument accepts, or ""."""
+  """Returns the end of the error: ": write VALUE" with a value that is accepted, similar names, or ""."""
   candidates: list[Any] = [[value]]
   match value:
     case ConfigurableReference(evaluate=False):
@@ -163,18 +169,18 @@ def _relevant_members(declared: Any) -> list[_Member]:
   None would remain.
   """
   members = list(_members(declared))
-  known = [member for member in members if not _is_unknown(*member)]
+  known = [member for member in members if not _cannot_be_checked(*member)]
   is_anything = any(base in (Any, object) and not conditions for base, conditions in members)
   return members if is_anything or {m[0] for m in known} <= {None, types.NoneType} else known
 
 
-def _is_unknown(base: Any, conditions: tuple[Condition, ...]) -> bool:
+def _cannot_be_checked(base: Any, conditions: tuple[Condition, ...]) -> bool:
   kinds = (_is_plain, _is_container, _is_function, _is_class_of_objects)
   return not (conditions or any(kind(base) for kind in kinds))
 
 
 def _is_plain(base: Any) -> bool:
-  return base in _PLAIN or typing.get_origin(base) is Literal
+  return base in _PLAIN_TYPES or typing.get_origin(base) is Literal
 
 
 def _is_container(base: Any) -> bool:
@@ -220,13 +226,13 @@ def _has_type(value: Any, base: Any) -> bool:
   parts = _parts(value, base)
   if parts is not None:
     return all(_wrong_part(part, part_type, "") is None for _, part, part_type in parts)
-  if base in _PLAIN:
-    return _PLAIN[base][1](value)
+  if base in _PLAIN_TYPES:
+    return _PLAIN_TYPES[base][1](value)
   if typing.get_origin(base) is Literal:
     return any(value == known and type(value) is type(known) for known in typing.get_args(base))
   if _is_function(base):
     return callable(value)
-  return _is_unknown(base, ()) or (isinstance(base, type) and isinstance(value, base))
+  return _cannot_be_checked(base, ()) or (isinstance(base, type) and isinstance(value, base))
 
 
 def _parts(value: Any, base: Any) -> list[tuple[str, Any, Any]] | None:
@@ -259,8 +265,8 @@ def _describe_member(base: Any, conditions: tuple[Condition, ...]) -> str:
   arguments, origin = typing.get_args(base), typing.get_origin(base) or base
   if base is Any or any(condition.choices for condition in conditions):
     text = ""
-  elif base in _PLAIN:
-    text = _PLAIN[base][0]
+  elif base in _PLAIN_TYPES:
+    text = _PLAIN_TYPES[base][0]
   elif origin is Literal:
     text = f"one of {', '.join(map(repr, arguments))}"
   elif origin is tuple and arguments[-1:] != (...,):

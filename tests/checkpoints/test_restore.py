@@ -129,7 +129,7 @@ def test_arrays_are_read_into_aligned_memory_that_cpu_devices_need_not_copy(setu
 
 
 def test_the_size_of_concurrent_reads_is_limited(setup, three_steps, monkeypatch):
-  monkeypatch.setattr(restore, "_MAX_BYTES", 100)
+  monkeypatch.setattr(restore, "_MAX_CONCURRENT_BYTES", 100)
   begin, pending, most = lazy_arrays.start_device_transfer, set(), []
 
   def count(array, sharding):
