@@ -141,7 +141,7 @@ def infer(
       keep_aux_as_numpy=keep_aux_as_numpy,
       input_length_buckets=buckets,
       is_scoring=mode == "score",
-      limit=data.token_limit(model),
+      num_token_ids=data.token_limit(model),
     ),
     train_state=state,
   )

@@ -199,7 +199,7 @@ class InteractiveModel:
       partitioner=self.partitioner,
       checkpoint_cfg=None,
       data_layout=self._layout,
-      limit=data.token_limit(self.model),
+      num_token_ids=data.token_limit(self.model),
     )
     try:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)

@@ -1,4 +1,4 @@
-"""Checks of bindings: missing values, misspelt names, bindings that nothing reads, and cycles."""
+"""Checks of bindings: missing values, misspelled names, bindings that nothing reads, and cycles."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ _SAME_NAME_SIMILARITY = 0.85
 
 
 def check_spelling(program: Program) -> None:
-  """Raises ConfigError for a misspelt macro or scope on the command line.
+  """Raises ConfigError for a misspelled macro or scope on the command line.
 
   Gin would accept `--gin.TRAIN_STEP=5` as a new macro and `--gin.trian/…` as a new scope, and the run
   would ignore both.

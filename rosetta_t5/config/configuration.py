@@ -42,7 +42,7 @@ def parse_gin_flags(
     finalize_config: check that nothing required is missing, and lock the configuration.
 
   Raises:
-    ConfigError: something is missing, misspelt or invalid. The text names the file and the line.
+    ConfigError: something is missing, misspelled or invalid. The text names the file and the line.
   """
   program = read_program(gin_files, gin_bindings, gin_search_paths)
   if finalize_config:
@@ -73,7 +73,7 @@ def configure(program: Program, function: Callable[..., Any]) -> Callable[..., A
 
 
 def check_bound(program: Program, function: Callable[..., Any] | None, problems: Problems) -> None:
-  """Collects what is misspelt, missing, or has a wrong type or range in a program that has been bound.
+  """Collects what is misspelled, missing, or has a wrong type or range in a program that has been bound.
 
   Args:
     program: the statements.
@@ -105,7 +105,7 @@ class ResolvedRun:
   """A run that is configured but not started.
 
   Attributes:
-    run: the name of the function that would be called; "" if there is none.
+    function_name: the name of the function that would be called; "" if there is none.
     program: the gin files and the bindings of the command line.
     problems: all that is wrong. Later checks add to it.
     unused: the bindings that nothing reads.
@@ -116,7 +116,7 @@ class ResolvedRun:
       will pass to it, including defaults.
   """
 
-  run: str
+  function_name: str
   program: Program
   problems: Problems
   unused: list[Binding]
@@ -128,12 +128,12 @@ class ResolvedRun:
   def source_of(self, argument: str) -> SourceLine | None:
     """Returns the line that sets an argument of the run, or a macro."""
     bindings = self.program.effective_bindings()
-    found = bindings.get((argument,)) or bindings.get(("", self.run, argument))
+    found = bindings.get((argument,)) or bindings.get(("", self.function_name, argument))
     return found.source if found else None
 
   def require_run(self) -> None:
     """Adds a problem if there is no run, unless other problems may be the reason."""
-    if not (self.run or self.problems.messages):
+    if not (self.function_name or self.problems.messages):
       self.problems.messages.append(binding_checks.missing_run_text())
 
 
@@ -181,7 +181,7 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     check_bound(program, None if problems.messages else function, binding_problems)
   problems.messages += binding_problems.messages
   resolved = ResolvedRun(
-    run=function.__name__ if function else "",
+    function_name=function.__name__ if function else "",
     program=program,
     problems=problems,
     unused=_unused(program, function) if function and not problems.messages else [],

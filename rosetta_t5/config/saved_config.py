@@ -22,7 +22,7 @@ class SummarizeConfigFn(Protocol):
   """Writes the configuration of a run (T5X's protocol)."""
 
   def __call__(self, model_dir: str, summary_writer: Any, step: int) -> None:
-    """Writes it into MODEL_DIR and, if there is a writer, to TensorBoard at this step."""
+    """Writes the configuration into MODEL_DIR and, if there is a writer, to TensorBoard at this step."""
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:
@@ -124,7 +124,7 @@ def _expand(value: Any, bindings: Mapping[tuple[str, ...], statements.Binding]) 
 
   def expand_leaf(leaf: Any) -> Any:
     is_known = isinstance(leaf, statements.Macro) and (leaf.name,) in bindings
-    return _expand(bindings[leaf.name,].value, bindings) if is_known else leaf
+    return _expand(bindings[(leaf.name,)].value, bindings) if is_known else leaf
 
   return statements.map_leaves(expand_leaf, value)
 

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--to", required=True, choices=LAYOUTS, help="the layout to write")
   add("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
   add(
-    "--tree", choices=("plain", "scalable"), help="T5X's tree, for parameters only; default: SRC's"
+    "--tree",
+    choices=("plain", "scalable"),
+    help="parameter tree to write, without optimizer state: plain, or scalable (stacked layers); "
+    "default: SRC's tree with its state",
   )
   add("--encoder-only", action="store_true", help="leave the decoder out")
   add("--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers")
@@ -104,26 +107,26 @@ def convert(
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
-    their_config = dict(settings.source_config)
+    hf_config = dict(settings.source_config)
     if to == "hf":
-      their_config, weights = hugging_face_folder.make_config_and_weights(
-        arrays, settings.network, their_config, settings.ids_are_shifted, model_type
+      hf_config, weights = hugging_face_folder.make_config_and_weights(
+        arrays, settings.network, hf_config, settings.ids_are_shifted, model_type
       )
       unfinished.mkdir(parents=True)
-      hugging_face_folder.write(unfinished, weights, their_config, tokenizer)
+      hugging_face_folder.write(unfinished, weights, hf_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
       write = t5x_layouts.write_older if to == "t5x-legacy" else t5x_layouts.write_orbax
       write(unfinished, {_STEP: as_stored_array(np.int32(0)), **arrays})
-      if their_config:  # A conversion back to Transformers needs it.
-        text = json.dumps(their_config, indent=2, sort_keys=True)
+      if hf_config:  # A conversion back to Transformers needs it.
+        text = json.dumps(hf_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
     with terminal.progress_bar("verifying"):
       verified = verification.verify(arrays, path, unfinished, settings)
     report(verified)
     if to == "hf":
-      (unfinished / _CARD).write_text(_model_card(path, their_config, verified))
+      (unfinished / _CARD).write_text(_model_card(path, hf_config, verified))
     write_checksums(unfinished, [n for n in files_in(unfinished) if n != _CARD])
   report(f"wrote {final}")
   return final
@@ -152,7 +155,7 @@ def _select_arrays(
 
 def _find_destination(destination: epath.PathLike, to: str, arrays: Arrays) -> epath.Path:
   """Returns the folder to write, which does not exist or is empty."""
-  # A folder cannot replace a link.
+  # Links are resolved, because the finished folder is renamed to this path and cannot replace a link.
   final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
   if to != "hf" and checkpoint_folders.step_of(final) is None:
     final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)

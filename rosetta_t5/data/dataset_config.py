@@ -268,7 +268,7 @@ def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def naming_data(cfg: DatasetConfig | None) -> Iterator[None]:
+def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
   """Inside the `with`, errors about data files become ValueErrors that name the file, or the task.
 
   Args:

@@ -25,13 +25,13 @@ _MODEL_FEATURES = {"inputs": "encoder_input_tokens", "targets": "decoder_target_
 _SEGMENT_IDS = {"inputs": "encoder_segment_ids", "targets": "decoder_segment_ids"}
 
 
-def show_dataset(cfg: DatasetConfig, batches: int, examples: int) -> int:
+def show_dataset(cfg: DatasetConfig, num_batches: int, num_examples: int) -> int:
   """Prints a task's data, its statistics and its problems; returns 1 if it has problems, else 0.
 
   Args:
     cfg: the task, its lengths and its split.
-    batches: the number of batches to read.
-    examples: the number of examples to print as text.
+    num_batches: how many batches to read.
+    num_examples: how many examples to print as text.
   """
   task = find_task_or_mixture(cfg)
   lengths = {n: x for n, x in (cfg.task_feature_lengths or {}).items() if n in task.output_features}
@@ -40,13 +40,14 @@ def show_dataset(cfg: DatasetConfig, batches: int, examples: int) -> int:
   print(f"{cfg.name}, split '{cfg.split}' of {', '.join(task.splits)}")
   print(f"vocabulary: {vocabulary.vocab_size} ids; features: {', '.join(task.output_features)}")
   converter = seqio.EncDecFeatureConverter if "inputs" in lengths else seqio.LMFeatureConverter
-  read = list(itertools.islice(as_batch_iterator(get_dataset(cfg, 0, 1, converter)), batches))
-  found = [example for batch in read for example in _examples(batch)]
-  for example in found[:examples]:
+  iterator = as_batch_iterator(get_dataset(cfg, 0, 1, converter))
+  batches = list(itertools.islice(iterator, num_batches))
+  examples = [example for batch in batches for example in _examples(batch)]
+  for example in examples[:num_examples]:
     print()
     for name, tokens in example.items():
       print(f"  {name} ({len(tokens)}): {readable(tokens, vocabulary)}")
-  print("\n".join(_statistics(read, found, vocabulary)))
+  print("\n".join(_statistics(batches, examples, vocabulary)))
   problems = [*_check_lengths(cfg), *_check_texts(cfg, task, vocabulary)]
   print("\n".join(f"problem: {problem}" for problem in problems) or "no problems found")
   return int(bool(problems))
@@ -70,8 +71,8 @@ def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
   markers[vocabulary.eos_id] = "⟨end⟩"
   parts: list[str] = []
   for marker, run in itertools.groupby(map(int, tokens), key=markers.get):
-    found = list(run)
-    parts += [vocabulary.decode(found)] if marker is None else [marker] * len(found)
+    ids = list(run)
+    parts += [vocabulary.decode(ids)] if marker is None else [marker] * len(ids)
   return " ".join(parts)
 
 
@@ -93,32 +94,30 @@ def _statistics(
 
 def _check_lengths(cfg: DatasetConfig) -> Iterator[str]:
   """Prints the number of examples and the share truncated; yields a problem if targets lose their end."""
-  found = first_examples(cfg)
-  for each in found:
+  descriptions = first_examples(cfg)
+  for each in descriptions:
     print(f"examples of {each.task}: {each.text(cfg)}")
     try:
       each.check_targets(cfg)
     except ValueError as error:
       yield str(error)
-  if not any(each.lengths for each in found):
+  if not any(each.lengths for each in descriptions):
     print("no text is truncated: texts are cut into rows and read to their end")
 
 
 def _check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str]:
   """Prints what texts lose when they are encoded and decoded; yields what is too much."""
   if isinstance(task, PreparedTask):
-    found = [Counter[str](read_manifest(folder).get("losses")) for folder in task.folders]
+    lost = [Counter[str](read_manifest(folder).get("losses")) for folder in task.folders]
   else:
-    found = [
-      sentencepiece_models.count_lost(text, vocabulary) for text in _texts_of_task(cfg, task)
-    ]
-  if counts := sum(found, Counter()):
+    lost = [sentencepiece_models.count_lost(text, vocabulary) for text in _texts_of_task(cfg, task)]
+  if counts := sum(lost, Counter()):
     print("\n".join(sentencepiece_models.describe_lost(counts)))
     yield from sentencepiece_models.lost_text_problems(counts)
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:
-  """Yields the features' texts of the first examples, or else the longest text of the source's example."""
+  """Yields the features' texts of the first examples, or else the longest text of each source example."""
   lengths = dict(cfg.task_feature_lengths or {})
   dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
   kept = [name for name in lengths if f"{name}_pretokenized" in dataset.element_spec]

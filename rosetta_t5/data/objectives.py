@@ -4,7 +4,7 @@ span_corruption   Raffel et al. 2020, sections 3.1.4 and 3.3.4
 prefix_lm         Raffel et al. 2020, section 3.2.3: a text is cut in two, the model predicts the second part
 causal_lm         the model predicts each token from those before it, for decoder-only models ("targets" alone)
 seq2seq           inputs and targets are used as they are
-ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode token
+ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode text such as [NLU]
 
 For span corruption, a text's tokens are cut into spans that are alternately kept and dropped. The input has
 the kept tokens and one sentinel for each dropped span. The target has the dropped tokens and one sentinel for
@@ -208,11 +208,11 @@ def span_corruption(
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
-  _, spans = noise_and_spans(tokens_length, noise_density, mean_noise_span_length)
+  _, num_spans = noise_and_spans(tokens_length, noise_density, mean_noise_span_length)
   vocabulary = output_features["targets"].vocabulary
   sentinels = sentinel_ids(vocabulary)
-  are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # as spans are numbered
-  warn_of_missing_sentinels(tokens_length, spans, len(sentinels) if are_last else 0)
+  are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # spans count down from the last id
+  warn_of_missing_sentinels(tokens_length, num_spans, len(sentinels) if are_last else 0)
   dataset = select_random_chunk(dataset)
   if merge_examples_to_reduce_padding:
     dataset = reduce_concat_tokens(dataset)
@@ -269,15 +269,15 @@ def noise_and_spans(length: int, noise_density: float, mean_span_length: float) 
 
 
 @functools.cache  # so that it warns once
-def warn_of_missing_sentinels(tokens: int, spans: int, sentinels: int) -> None:
+def warn_of_missing_sentinels(num_tokens: int, num_spans: int, num_sentinels: int) -> None:
   """Warns if a text of so many tokens has more dropped spans than the vocabulary has sentinels."""
-  if spans > sentinels:
+  if num_spans > num_sentinels:
     logging.warning(
       "Rows of %d tokens have %d dropped spans, but the vocabulary has only %d sentinels (extra_ids): its "
       "last pieces replace the missing ones, as in T5",
-      tokens,
-      spans,
-      sentinels,
+      num_tokens,
+      num_spans,
+      num_sentinels,
     )
 
 
@@ -288,7 +288,7 @@ def select_random_chunk(dataset: tf.data.Dataset) -> tf.data.Dataset:
   def select(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
     tokens = example["targets"]
     chunks = -(-tf.size(tokens) // _MAX_CHUNK_LENGTH)
-    _, seed = tf.unstack(tf.random.split(seed))
+    _, seed = tf.unstack(tf.random.split(seed))  # T5 uses the second part.
     index = tf.random.stateless_uniform([], seed, maxval=chunks, dtype=tf.int32)
     return {"targets": tokens[index * _MAX_CHUNK_LENGTH :][:_MAX_CHUNK_LENGTH]}
 

@@ -242,8 +242,8 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   """
   if step == "train" and not plan.is_training:
     raise ValueError(
-      f"--step train needs a recipe of a training run, but this one is for {plan.resolved.run}: add "
-      "--step predict, score or eval"
+      "--step train needs a recipe of a training run, but this one is for "
+      f"{plan.resolved.function_name}: add --step predict, score or eval"
     )
   # As in `train`: such runs use XLA's own random numbers.
   if plan["random_seed"] is None or plan["use_hardware_rng"]:

@@ -70,7 +70,7 @@ class InferenceEvaluator:
       batch_size=infer_eval_dataset_cfg.batch_size,
       partitioner=partitioner,
       input_length_buckets=check_buckets(input_length_buckets, model),
-      limit=data.token_limit(model),
+      num_token_ids=data.token_limit(model),
     )
     self._folder = None if log_dir is None else epath.Path(log_dir) / FOLDER
     self._infer_fns: dict[str, InferFn] = {}
@@ -236,7 +236,7 @@ class LossEvaluation:
           checkpoint_cfg=None,
           data_layout=layout,
           dataset_cfg=dataclasses.replace(self.cfg, mixture_or_task_name=name),
-          limit=data.token_limit(self.model),
+          num_token_ids=data.token_limit(self.model),
           is_training=False,
         )
         stack.callback(feed.close)

@@ -41,7 +41,7 @@ def get_infer_fn(
   keep_aux_as_numpy: bool = False,
   input_length_buckets: Sequence[int] | None = (),
   is_scoring: bool = False,
-  limit: int | None = None,
+  num_token_ids: int | None = None,
 ) -> InferFn:
   """Returns a function that runs `infer_step` over a whole dataset (T5X: get_infer_fn).
 
@@ -58,7 +58,7 @@ def get_infer_fn(
       is compiled once. The results are the same except for rounding errors of sums.
     is_scoring: whether `infer_step` scores targets instead of decoding; the buckets of a
       decoder-only model then apply to inputs and targets together.
-    limit: the number of token ids that the model knows.
+    num_token_ids: how many token ids the model knows.
 
   Returns:
     `f(ds, train_state, rng=None)`. `ds` yields pairs (index, example), as `Dataset.enumerate()` does,
@@ -110,7 +110,7 @@ def get_infer_fn(
     mutables = train_state.flax_mutables if takes_mutables else None
     in_flight: collections.deque[PyTree] = collections.deque()
     for index_B, batch in shard_batches(ds, batch_size, layout.shard_id, layout.num_shards, cut):
-      check_ids(batch, f"the batch that begins with example {index_B[0]}", limit)
+      check_ids(batch, f"the batch that begins with example {index_B[0]}", num_token_ids)
       step_rng = None
       if rng is not None:
         step_rng, rng = jax.random.split(rng)

@@ -153,7 +153,7 @@ class TextInference:
         # An expert has fewer slots for shorter rows.
         input_length_buckets=() if self._model.has_experts else default_buckets(self._row_length),
         is_scoring=is_scoring,
-        limit=token_limit(self._model),
+        num_token_ids=token_limit(self._model),
       )
     return self._infer_fns[key]
 

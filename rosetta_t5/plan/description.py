@@ -43,7 +43,7 @@ def describe_run(resolved: ResolvedRun) -> Rows:
 
   Rows that need an argument that is missing or could not be built are left out.
   """
-  rows = [("run", resolved.run)] if resolved.run else []
+  rows = [("run", resolved.function_name)] if resolved.function_name else []
   return rows + rows_of_sections(_SECTIONS, Plan(resolved))
 
 
@@ -84,7 +84,7 @@ class Plan:
   @property
   def is_training(self) -> bool:
     """Whether the run trains."""
-    return self["trainer_cls"] is not None or self.resolved.run == "precompile"
+    return self["trainer_cls"] is not None or self.resolved.function_name == "precompile"
 
   @property
   def dataset_cfg(self) -> Any:
@@ -228,7 +228,7 @@ def _optimizer_rows(plan: Plan) -> Rows:
     return []
   model = plan["model"]
   optimizer = getattr(model, "optimizer_def", None)
-  if model is not None and optimizer is None and plan.resolved.run == "train":
+  if model is not None and optimizer is None and plan.resolved.function_name == "train":
     raise ValueError(
       f"{type(model).__name__}.optimizer_def must be an optimizer, got None: set OPTIMIZER"
     )

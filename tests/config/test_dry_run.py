@@ -163,7 +163,7 @@ def test_the_resolved_run_is_described(check):
   assert status == 0
   assert output == "steps  5\ndir    run\n\nThe configuration is valid.\n"
   (resolved,) = seen
-  assert (resolved.run, resolved.devices) == ("train", 64)
+  assert (resolved.function_name, resolved.devices) == ("train", 64)
   assert resolved.arguments["model"].width == 8
   assert resolved.arguments["dataset_cfg"] is None
   assert str(resolved.source_of("model_dir")) == "run.gin, line 6:  model_dir = 'run'"

@@ -101,7 +101,7 @@ def test_curly_quotes_are_replaced_by_straight_ones():
   assert message.endswith("--gin.MODEL_DIR=\"'/tmp/run'\"")
 
 
-def test_a_misspelt_argument_gets_a_suggestion(run):
+def test_a_misspelled_argument_gets_a_suggestion(run):
   _fails(
     run,
     "train has no argument 'modle_dir'. Did you mean model_dir",
@@ -111,7 +111,7 @@ def test_a_misspelt_argument_gets_a_suggestion(run):
   )
 
 
-def test_a_misspelt_argument_on_the_command_line_gets_a_suggestion(run):
+def test_a_misspelled_argument_on_the_command_line_gets_a_suggestion(run):
   _fails(
     run,
     "Model has no argument 'widht'. Did you mean width?",
@@ -120,7 +120,7 @@ def test_a_misspelt_argument_on_the_command_line_gets_a_suggestion(run):
   )
 
 
-def test_a_misspelt_class_gets_a_suggestion(run):
+def test_a_misspelled_class_gets_a_suggestion(run):
   _fails(
     run,
     "toy has no 'Modell'. Did you mean Model?",
@@ -135,7 +135,7 @@ def test_a_name_without_an_import_gets_a_suggestion(run):
   _fails(run, "Import it: from … import utils", text=GOOD + "utils.Model.width = 1")
 
 
-def test_a_misspelt_name_on_the_command_line_gets_a_suggestion(run):
+def test_a_misspelled_name_on_the_command_line_gets_a_suggestion(run):
   _fails(
     run,
     "nothing is called 'tain'. Did you mean",
@@ -145,7 +145,7 @@ def test_a_misspelt_name_on_the_command_line_gets_a_suggestion(run):
   )
 
 
-def test_misspelt_macros_and_scopes_on_the_command_line_are_refused(run):
+def test_misspelled_macros_and_scopes_on_the_command_line_are_refused(run):
   text = GOOD.replace("total_steps = 3", "total_steps = %TRAIN_STEPS") + "TRAIN_STEPS = 3\n"
   text += "train_script.train.dataset_cfg = @train/toy.DatasetConfig()"
   _fails(

@@ -126,7 +126,7 @@ def test_the_reference_recipe_of_t5x_trains_unchanged(tmp_path, shared):
 
 
 @pytest.mark.slow
-def test_a_misspelt_binding_ends_t5x_train_before_a_device_is_used(tmp_path):
+def test_a_misspelled_binding_ends_t5x_train_before_a_device_is_used(tmp_path):
   ended = _train(
     tmp_path,
     "--gin_file=t5x/examples/t5/t5_1_1/tiny.gin",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, get_training_eval_datasets
-from rosetta_t5.data.dataset_config import naming_data
+from rosetta_t5.data.dataset_config import data_errors_named
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]
@@ -334,13 +334,13 @@ def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathli
       ValueError,
       match=r"^the data of the task 'records' cannot be read: corrupted record at 12\. R",
     ),
-    naming_data(cfg),
+    data_errors_named(cfg),
   ):
     list(tf.data.TFRecordDataset(path))
   with (
     pytest.raises(
       ValueError, match=rf"^the data cannot be read: {path}2; No such file .*\. Restore"
     ),
-    naming_data(None),
+    data_errors_named(None),
   ):
     list(tf.data.TFRecordDataset(f"{path}2"))

@@ -56,7 +56,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_with_its_batch():
   with pytest.raises(
     ValueError, match=r"begins with example 8 has the value 50\d\d in encoder_input"
   ):
-    infer_fn(limit=token_limit(MODEL))(enumerate([*EXAMPLES[:9], wrong]), STATE)
+    infer_fn(num_token_ids=token_limit(MODEL))(enumerate([*EXAMPLES[:9], wrong]), STATE)
 
 
 def test_predictions_are_lists_of_numbers_and_aux_is_in_their_order():

@@ -20,8 +20,8 @@ from clu.data import dataset_iterator
 
 from rosetta_t5.data.dataset_config import (
   DatasetConfig,
+  data_errors_named,
   find_task_or_mixture,
-  naming_data,
   read_task,
   subtasks_with_split,
   task_files,
@@ -213,7 +213,7 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   """
   tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg)) if cfg.task_feature_lengths else []
   by_source = {id(task.source): task for task in tasks}  # UL2's denoisers are tasks on one source.
-  with naming_data(cfg):
+  with data_errors_named(cfg):
     return [_measure(task, cfg) for task in [*by_source.values()][:_MAX_TASKS]]
 
 

@@ -162,7 +162,7 @@ def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) 
     ValueError: this shard of a task has no example, or a file is damaged.
   """
   for task in dataset_config.subtasks_with_split(cfg, provider):
-    with dataset_config.naming_data(cfg):
+    with dataset_config.data_errors_named(cfg):
       examples = dataset_config.read_task(cfg, task, shard_info=shard)
       if any(True for _ in examples.take(1)):
         continue

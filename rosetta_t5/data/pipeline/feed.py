@@ -16,7 +16,7 @@ from etils import epath
 from flax import serialization
 from jax.sharding import NamedSharding
 
-from rosetta_t5.data.dataset_config import DatasetConfig, naming_data
+from rosetta_t5.data.dataset_config import DatasetConfig, data_errors_named
 from rosetta_t5.data.pipeline import datasets
 from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
 from rosetta_t5.data.pipeline.datasets import HostBatch
@@ -95,7 +95,7 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
       self._pending.append(self._thread.submit(self._read))
 
   def _read(self) -> tuple[HostBatch, GlobalBatch]:
-    with naming_data(self._dataset_cfg):
+    with data_errors_named(self._dataset_cfg):
       batch = next(self.iterator)
     return self._transfer({name: np.asarray(batch[name]) for name in self._global_shapes})
 
@@ -164,7 +164,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
           "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
           "outside of tf.data (tf.py_function, from_generator)."
         ) from error
-    state = {  # The names are those of older versions.
+    # Earlier versions wrote these names, and their positions can still be restored.
+    state = {
       "data": self._description,
       "batches_handed_out": self.batches_yielded,
       "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
@@ -226,7 +227,7 @@ def training_feed(
   Args:
     get_dataset_fn: returns this process's batches, such as `get_dataset`.
     cfg: the data, with its seed.
-    model: provides the feature converter and the limit of token ids.
+    model: provides the feature converter and the number of token ids.
     partitioner: see `prepare_train_iter`.
     checkpoint_cfg: see `prepare_train_iter`.
   """
@@ -237,7 +238,7 @@ def training_feed(
     checkpoint_cfg=checkpoint_cfg,
     data_layout=layout,
     dataset_cfg=cfg,
-    limit=datasets.token_limit(model),
+    num_token_ids=datasets.token_limit(model),
   )
 
 
@@ -248,7 +249,7 @@ def prepare_train_iter(
   checkpoint_cfg: Any,
   data_layout: DataLayout,
   dataset_cfg: DatasetConfig | None = None,
-  limit: int | None = None,
+  num_token_ids: int | None = None,
   is_training: bool = True,
 ) -> ShardedDatasetIterator:
   """Returns the feed of a training run, which reads its first batches in the background.
@@ -260,7 +261,7 @@ def prepare_train_iter(
     checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
     data_layout: the size of the global batch and the number of shards.
     dataset_cfg: the data's configuration; see `ShardedDatasetIterator`.
-    limit: the number of token ids that the model knows; see `token_limit`.
+    num_token_ids: how many token ids the model knows; see `token_limit`.
     is_training: whether each batch must have a target to learn from.
 
   Raises:
@@ -269,7 +270,7 @@ def prepare_train_iter(
   name = f"the task '{dataset_cfg.name}'" if dataset_cfg else "the training data"
 
   def check(batch: HostBatch) -> None:
-    datasets.check_ids(batch, name, limit)
+    datasets.check_ids(batch, name, num_token_ids)
     if is_training and data_layout.num_shards == 1:  # Other hosts may have the batch's targets.
       datasets.check_has_target(batch, name)
 

@@ -67,7 +67,7 @@ class InferenceData:
     Raises:
       ValueError: a file of the task is damaged.
     """
-    with dataset_config.naming_data(self._cfg):
+    with dataset_config.data_errors_named(self._cfg):
       yield from iterate_chunks(*self._datasets(task), size, first)
 
 
@@ -133,7 +133,7 @@ def make_evaluator(
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
-  with dataset_config.naming_data(cfg):
+  with dataset_config.data_errors_named(cfg):
     evaluator = evaluator_cls(
       mixture_or_task_name=cfg.name,
       feature_converter=feature_converter_cls(pack=False),

@@ -305,7 +305,7 @@ def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
   layout = partitioner.get_data_layout(cfg.batch_size)
   data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
   # The limit is less than the ids of every batch.
-  feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), limit=1, **data)
+  feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), num_token_ids=1, **data)
   first = get_dataset(cfg, 0, 1, None)
   feed.save(tmp_path / "position")
   feed.close()
