@@ -82,15 +82,6 @@ FAULTS = [
     status=0,
   ),
   Fault(
-    "a checkpoint is a link, and too old to be kept",
-    "mv run/checkpoint_4 elsewhere; ln -s ../elsewhere run/checkpoint_4;"
-    "$TRAIN --gin.TRAIN_STEPS=6 --gin.utils.SaveCheckpointConfig.keep=1;"
-    "status=$?; ls -A run elsewhere; exit $status",
-    expected="done +step 6.*elsewhere:.*_CHECKPOINT_METADATA.*run:\ncheckpoint_6\n",
-    status=0,
-    keeps=False,
-  ),
-  Fault(
     "a pattern of an assignment map is not a regular expression",
     "$TRAIN --gin.MODEL_DIR=\"'new'\" --gin.utils.RestoreCheckpointConfig.path=\"'run'\""
     " --gin.utils.RestoreCheckpointConfig.assignment_map=\"[('(', 'x')]\""

@@ -128,7 +128,7 @@ FAULTS = [
   Fault(
     "the batches of a position are truncated to half",
     f"truncate_to_half {_POSITION}.feed; {_MORE}",
-    expected=r"train_ds\S+\.feed is damaged: it has \d+ bytes.*steps     2 to 6",
+    expected=r"train_ds\S+\.feed is damaged: .*steps     2 to 6",
     status=0,
   ),
   Fault(
@@ -158,7 +158,7 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
       (
         "the metadata is junk",
         "head -c 300 /dev/urandom > td/pairs/1.0.0/dataset_info.json",
-        r"error: The data of the task 'pairs' cannot be opened in td \(.*dataset_info.json",
+        r"error: The data of the task 'pairs' cannot be opened in td \(.*codec can't decode",
       ),
       (
         "the metadata names a function",
@@ -212,7 +212,7 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
       status,
     )
     for pattern, expected, status in (
-      ("vocabulary.model", "tokens/vocabulary.model is damaged", 1),
+      ("vocabulary.model", "tokens/vocabulary.model is .* damaged", 1),
       ("manifest.json", "tokens/manifest.json is damaged", 1),
       ("train-00000-of-00004.ends.npy", r"ends.npy is damaged", 1),
       ("train-00000-of-00004.array_record", r"prepared shard \S+ is damaged", 1),

@@ -26,16 +26,6 @@ rosetta-t5 prepare --input rows.jsonl --text '{question}' --vocab v.model --out 
 
 FAULTS = [
   Fault(
-    "config.json has a width of 10^9",
-    _CONFIG.format("d_model", "1000000000") + _CONVERT,
-    expected=r"hf/config.json: d_model must be 16, as in the weights, got 1000000000",
-  ),
-  Fault(
-    "a run starts from a folder whose config.json has no heads",
-    _CONFIG.format("num_heads", "null") + _FROM_HF,
-    expected=r"hf/config.json: num_heads must be 2, as in the weights, got None",
-  ),
-  Fault(
     "config.json is nested deeply",
     _HF + "head -c 100000 /dev/zero | tr '\\0' '[' > hf/config.json; " + _VERIFY,
     expected=r"hf/config.json is not valid JSON: maximum recursion depth exceeded",
@@ -43,17 +33,17 @@ FAULTS = [
   Fault(
     "the header of a safetensors file claims 2^62 bytes",
     _HF + _WRITE_AT_0.format(r"\\0\\0\\0\\0\\0\\0\\0\\100") + _CONVERT,
-    expected=r"hf/model.safetensors is damaged: .*header too large",
+    expected=r"hf/model.safetensors is damaged, .*header too large",
   ),
   Fault(
     "an array begins before the data",
     _IN_HEADER.format(r"\[0,", "[-8,") + _CONVERT,
-    expected=r"hf/model.safetensors is damaged: ",
+    expected=r"hf/model.safetensors is damaged, or",
   ),
   Fault(
     "an array of a few bytes claims 10^18 values",
     _IN_HEADER.format(r"\"shape\":\[16\]", r"\"shape\":[1000000000,1000000000]") + _VERIFY,
-    expected=r"hf/model.safetensors is damaged: ",
+    expected=r"hf/model.safetensors is damaged, or",
   ),
   Fault(
     "a byte of a converted folder's weights is flipped, and the folder is converted back",
@@ -76,7 +66,7 @@ FAULTS = [
   Fault(
     "pytorch_model.bin contains text",
     _HF + "rm hf/model.safetensors; echo junk > hf/pytorch_model.bin; " + _CONVERT,
-    expected=r"hf/pytorch_model.bin (can only be read with PyTorch|is not a file of weights)",
+    expected=r"hf/pytorch_model.bin (needs PyTorch|is not a file of weights)",
   ),
   Fault(
     "a SentencePiece model is truncated to half",
@@ -89,7 +79,7 @@ FAULTS = [
     "rosetta-t5 convert run old --to t5x-legacy > log.txt || cat log.txt; rm old/*/checksums.json; "
     'sed -i \'s/"shape":\\[384/"shape":[100000000000/\' old/*/target.token_embedder.*/.zarray; '
     "rosetta-t5 convert old new --to hf",
-    expected=r"chunk \{1, 0\} stored at local file .* is missing",
+    expected=r"there is not enough memory: Unable to allocate",
   ),
 ]
 

@@ -73,7 +73,7 @@ FAULTS = [
   Fault("a split that does not exist", "$INFER --split nope", "it has 'train', 'validation'"),
   Fault("a task that does not exist", "$INFER --task nope", "no SeqIO task or mixture 'nope'"),
   Fault(
-    "eval's output folder cannot exist", "$EVAL --output_dir /dev/null/x", "set a folder that you"
+    "eval's output folder cannot exist", "$EVAL --output_dir /dev/null/x", "Set another folder"
   ),
   Fault(
     "a checkpoint that does not exist",
@@ -263,7 +263,7 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
   Fault(
     "convert's result is a link to a folder that does not exist",
     "ln -s disk/hf hf; mkdir disk; rosetta-t5 convert run hf --to hf && test -e disk/hf/config.json",
-    "wrote .*/disk/hf in",
+    "wrote .*/disk/hf",
     0,
   ),
   Fault("convert of nothing", "rosetta-t5 convert no out --to t5x", "no such file or folder"),

@@ -201,7 +201,7 @@ FAULTS = [
   Fault(
     "the disk of a gin file fails",
     "python -m t5x.train --gin_file=/proc/self/mem",  # its first page cannot be read
-    expected="error: /proc/self/mem cannot be read: Input/output error",
+    expected="error: /proc/self/mem cannot be read as a gin file: .*Input/output error",
     status=2,
   ),
   Fault(

@@ -48,7 +48,7 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
       "a digit of model.json changes",
       'sed -i \'s/"head_dim": 8/"head_dim": 9/\' run/model.json; $EVAL',
       r"model.json is damaged: it has changed since it was written",
-      2,
+      1,
     ),
     Fault(
       "model.json is truncated",

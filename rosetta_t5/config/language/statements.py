@@ -216,7 +216,7 @@ def _read_file(name: str, context: _IncludeContext) -> Iterator[Import | Binding
     if path.resolve() in context.files:
       raise ConfigError("the file includes itself: remove one of the includes.")
     try:
-      text = path.read_text(encoding="utf-8-sig")
+      text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
       raise ConfigError(f"{path} cannot be read as a gin file: {error}") from error
     inner = dataclasses.replace(context, files=(*context.files, path.resolve()))
