@@ -310,6 +310,7 @@ def test_any_number_of_chunks_is_merged_also_if_the_name_has_brackets(tmp_path, 
   for number in range(count):
     last = number >= count - 4
     (tmp_path / f"file[1]-chunk{number:05}").write_text(f"{number}\n" if last else "")
+  (tmp_path / "file[1]-chunk00000.npz").write_text("what a user's write_fn writes beside a chunk")
   merge_chunks_to_file(str(tmp_path), "file[1]", str(tmp_path), None)
   merged = (tmp_path / "file[1]").read_text()
   assert merged.split() == [str(number) for number in range(count - 4, count)]

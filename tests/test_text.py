@@ -430,7 +430,9 @@ def wait_for_results(path, process):
 
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_opened(tmp_path, capfd):
   (tmp_path / "rows.txt").write_text("a text\n")
-  for output, why in (("absent/out.jsonl", "No such file"), (".", "Is a directory")):
+  os.mkfifo(tmp_path / "pipe")
+  no_file = "--output must be a file, or - for standard output"
+  for output, why in (("absent/out.jsonl", "No such file"), (".", no_file), ("pipe", no_file)):
     with pytest.raises(SystemExit):
       infer("no model", "--input", tmp_path / "rows.txt", "--output", tmp_path / output)
     assert why in capfd.readouterr().err

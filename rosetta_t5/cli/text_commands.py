@@ -74,6 +74,8 @@ def infer(options: argparse.Namespace) -> int:
       if isinstance(file, io.TextIOWrapper):
         file.reconfigure(encoding="utf-8")
     else:
+      if os.path.exists(options.output) and not os.path.isfile(options.output):
+        raise ValueError(f"--output must be a file, or - for standard output, got {options.output}")
       terminal.tolerate_lost_output()
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))

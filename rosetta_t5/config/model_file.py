@@ -178,7 +178,8 @@ class ModelFile(Mapping[str, Any]):
       ConfigError: the file names what it may not, or a function cannot be called with its values.
     """
     try:
-      return _build(self.content[name])
+      with allow_list.limited_to_list():
+        return _build(self.content[name])
     except (ConfigError, RecursionError) as error:
       raise ConfigError(f"{self.file}: {name}: {error}") from error
 
@@ -342,6 +343,8 @@ def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
 
 def _absolute(paths: Any) -> Any:
   """Returns a path, a pattern or a list of them as absolute paths; names such as gs://… are unchanged."""
+  if isinstance(paths, dict):  # {"@tuple": paths}
+    return {name: _absolute(value) for name, value in paths.items()}
   if not isinstance(paths, str):
     return [_absolute(path) for path in paths]
   return paths if "://" in paths else os.path.abspath(os.path.expanduser(paths))

@@ -93,6 +93,8 @@ def report_to_process_0(
     connection.send_bytes((_PREFIX + json.dumps(report)).encode())
     while not connection.poll(1.0) and time.monotonic() < deadline:
       bar.update(text="waiting for other processes; process 0 is present")
+    if not connection.poll():
+      return None
     reply = connection.recv_bytes(_MAX_BYTES).decode(errors="replace")
     if reply == _PREFIX:
       return {connection: f"process 0 at {address}"}

@@ -255,8 +255,9 @@ def merge_chunks_to_file(
   """
   del step
   prefix = f"{output_fname}-chunk"
-  names = (file.name for file in epath.Path(tmp_dir).iterdir() if file.suffix != COMPLETED)
-  numbers = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+  names = (file.name for file in epath.Path(tmp_dir).iterdir() if file.name.startswith(prefix))
+  ends = (name.removeprefix(prefix) for name in names)
+  numbers = sorted(int(end) for end in ends if end.isdigit())  # a `write_fn` may write more files
   if not numbers or numbers != list(range(len(numbers))):
     raise ValueError(
       f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "

@@ -215,6 +215,25 @@ def test_a_folder_is_opened_from_its_model_file(model_file, hostile, monkeypatch
   assert not hostile.exists()
 
 
+def test_a_call_in_a_model_file_imports_no_module_that_its_arguments_name(
+  model_file, hostile, monkeypatch
+):
+  monkeypatch.syspath_prepend(hostile.parent)
+  file = model_file[1]
+  (file.parent / CHECKSUMS_NAME).unlink()
+  sizes = {"mixture_or_task_name": "x", "task_feature_lengths": {}, "split": "train"}
+  data = {"@call": "t5x.utils.DatasetConfig", **sizes, "batch_size": 1, "shuffle": False}
+  content = json.loads(file.read_text())
+  content["model"] = {
+    "@call": "t5x.utils.get_vocabulary",
+    "cfg": {**data, "seed": 0, "module": "evil"},
+  }
+  file.write_text(json.dumps(content))
+  with pytest.raises(ConfigError, match="evil"):
+    _ = read_model_file(file)["model"]
+  assert not hostile.exists()
+
+
 def test_a_run_with_a_class_of_its_own_is_described_by_config_gin_alone(write, tmp_path):
   text = (
     RUN

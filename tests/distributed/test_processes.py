@@ -223,6 +223,13 @@ def test_other_programs_and_lost_processes_do_not_disturb_the_roll_call():
     connection.close()
 
 
+def test_a_program_that_says_nothing_at_the_coordinators_address_is_not_waited_for():
+  with socket.create_server(("127.0.0.1", 0)) as silent, progress_bar("test") as bar:
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    report = {"index": 1, "count": 2, "name": "process 1,"}
+    assert report_to_process_0(address, report, time.monotonic() + 0.1, bar) is None
+
+
 FAULTY = """
 import os, signal, sys, time
 import jax

@@ -139,9 +139,11 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
-    for path in sorted(paths):
-      size = f"{os.path.getsize(path):,} bytes" if os.path.isfile(path) else ""
-      found[f"{cfg.name}, {cfg.split}: {os.path.basename(path)}"] = size
+    sizes = Counter[str]()  # files of several folders may have the same name
+    for path in filter(os.path.isfile, paths):
+      sizes[os.path.basename(path)] += os.path.getsize(path)
+    for name, size in sorted(sizes.items()):
+      found[f"{cfg.name}, {cfg.split}: {name}"] = f"{size:,} bytes"
   check_same(found, "files of data", _TIMEOUT_S)
 
 

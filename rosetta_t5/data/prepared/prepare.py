@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
@@ -30,7 +30,7 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   load_sentencepiece,
   lost_text_problems,
 )
-from rosetta_t5.files import exclusive_output, write_atomically, write_checksums
+from rosetta_t5.files import CHECKSUMS_NAME, exclusive_output, write_atomically, write_checksums
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
 _MAX_SHARD_BYTES = 256 << 20
@@ -103,13 +103,11 @@ def prepare(
     "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
   }
   with exclusive_output(folder):
-    if (folder / shards.MANIFEST).exists():  # Runs may be using the tokens.
-      stored = shards.read_manifest(folder)
-      before = {name: stored.get(name, stored["vocabulary"]["sha256"]) for name in settings}
-      if before != settings:
-        raise ValueError(
-          f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
-        )
+    before = _settings_of(folder, settings)
+    if before is not None and before != settings:  # Runs may be using the tokens.
+      raise ValueError(
+        f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
+      )
     write_atomically(folder / shards.VOCABULARY, model)
     jobs = _plan(
       files,
@@ -118,7 +116,8 @@ def prepare(
       on_bad_example=on_bad_example,
       **settings,
     )
-    (folder / shards.MANIFEST).unlink(missing_ok=True)
+    for name in (CHECKSUMS_NAME, shards.MANIFEST):
+      (folder / name).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
     manifest = _manifest(jobs[0], tokenizer.get_piece_size(), _run(jobs, workers, executor))
     write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
@@ -126,6 +125,15 @@ def prepare(
     indices = [path.name for path in folder.glob("*.ends.npy")]
     write_checksums(folder, [shards.VOCABULARY, shards.MANIFEST, *indices])
   return manifest
+
+
+def _settings_of(folder: pathlib.Path, names: Iterable[str]) -> dict[str, Any] | None:
+  """Returns the settings of a folder that is complete; None if it is not, or if its manifest is damaged."""
+  try:
+    stored = shards.read_manifest(folder)
+    return {name: stored.get(name, stored["vocabulary"]["sha256"]) for name in names}
+  except (OSError, ValueError, KeyError):
+    return None
 
 
 def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:

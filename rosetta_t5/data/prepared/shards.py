@@ -34,7 +34,13 @@ from rosetta_t5.data.vocabularies.sentencepiece_models import (
   count_unknown,
   load_sentencepiece,
 )
-from rosetta_t5.files import read_json_object, unfinished_path, verify_checksums, write_atomically
+from rosetta_t5.files import (
+  hash_file,
+  read_json_object,
+  unfinished_path,
+  verify_checksums,
+  write_atomically,
+)
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -92,12 +98,13 @@ class ShardJob:
 
   def stored_summary(self) -> dict[str, Any] | None:
     """Returns what `run_job` has returned if it has completed the shard earlier, else None."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, KeyError):
       summary = read_json_object(self.summary_file)
       if summary.get("fingerprint") == self.fingerprint():
         files = summary["splits"].values()
-        sizes = [pathlib.Path(self.out, file["file"]).stat().st_size for file in files]
-        return summary if sizes == [file["bytes"] for file in files] else None
+        paths = [pathlib.Path(self.out, file["file"]) for file in files]
+        found = [(path.stat().st_size, hash_file(path.with_suffix(".ends.npy"))) for path in paths]
+        return summary if found == [(file["bytes"], file["index_xxh3"]) for file in files] else None
     return None
 
 
@@ -187,6 +194,7 @@ class _SplitWriter:
     return {
       "file": self._path.name,
       "bytes": self._path.stat().st_size,
+      "index_xxh3": hash_file(self._path.with_suffix(".ends.npy")),
       "documents": self.documents,
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),

@@ -177,6 +177,29 @@ def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
   assert shard.read_bytes() == whole
 
 
+def test_a_damaged_index_is_repaired_by_the_same_command(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary)
+  before = files(tmp_path / "out")
+  index = tmp_path / "out/train-00001-of-00004.ends.npy"
+  damaged = bytearray(index.read_bytes())
+  damaged[-8] ^= 1
+  index.write_bytes(damaged)
+  run(tmp_path, vocabulary)
+  assert files(tmp_path / "out") == before
+
+
+def test_a_manifest_that_is_not_that_of_the_checksums_is_written_again(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
+) -> None:
+  run(tmp_path, vocabulary)
+  before = files(tmp_path / "out")
+  (tmp_path / "out/manifest.json").write_text("{")
+  run(tmp_path, vocabulary)
+  assert files(tmp_path / "out") == before
+
+
 def test_bad_examples_are_in_the_manifest(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
