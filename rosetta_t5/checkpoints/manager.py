@@ -34,6 +34,13 @@ _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _REMOVED_FOLDER = ".removed"
 
 
+class _OrbaxManager(ocp.CheckpointManager):
+  """Orbax's manager. It leaves preemptions to the run, whose listener counts calls instead of steps."""
+
+  def reached_preemption(self, step: int) -> bool:
+    return False
+
+
 class OrbaxCheckpointManagerInterface:
   """The checkpoints of one folder, `checkpoint_STEP` each (T5X's class of this name).
 
@@ -334,7 +341,7 @@ class OrbaxCheckpointManagerInterface:
         todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else _REMOVED_FOLDER,
       )
       self.directory.mkdir(parents=True, exist_ok=True)
-      self._orbax = ocp.CheckpointManager(
+      self._orbax = _OrbaxManager(
         self.directory.absolute(), item_handlers=handlers, options=options
       )
     return self._orbax

@@ -76,7 +76,7 @@ def _as_a_process(folder: str, environment: dict[str, str], stdin: str) -> Itera
     contextlib.chdir(folder),
     mock.patch.dict(os.environ, environment, clear=True),
     mock.patch.object(sys, "path", [folder, *sys.path]),
-    mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+    mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
     contextlib.redirect_stdout(output),
     contextlib.redirect_stderr(output),
   ):
