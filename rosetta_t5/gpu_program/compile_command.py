@@ -11,7 +11,8 @@ import inspect
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec, use_abstract_mesh
 from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
-from rosetta_t5.gpu_program.hlo import LiveArray, live_arrays, parse_program
+from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.kernels import KINDS, Collective
 from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
 from rosetta_t5.networks.kernel_choice import KernelChoice
@@ -104,59 +105,77 @@ def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
 
 
 def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
-  options = xla_options(args.devices)
+  """Compiles the step, writes the files that were asked for, and returns what is printed."""
   lowered, computation = lower_step(plan, args.step, gpu)
-  program = compiler.compile_program(lowered, options)
-  parsed = parse_program(program.hlo)
+  flags = xla_options(args.devices)
+  started = time.monotonic()
+  compiled = lowered.compile(compiler_options={**compiler.OPTIONS, **flags})
+  compile_seconds = time.monotonic() - started
+  hlo = compiled.as_text()
   # Decoding is counted as if no text ended early.
   trips = plan.lengths["decoder"] if args.step == "predict" else 1
-  timeline = time_program(parsed, gpu, plan.mesh, trips)
-  live = live_arrays(program.live_ranges, parsed)
-  memory = program.memory
-  parts = {
-    "arguments": memory.argument_size_in_bytes,
-    "temporaries": memory.temp_size_in_bytes,
-    "outputs": memory.output_size_in_bytes
-    - memory.alias_size_in_bytes,  # that overwrite no arguments
-  }
+  timeline = time_program(parse_program(hlo), gpu, plan.mesh, trips)
+  memory = _memory_parts(compiled.memory_analysis())
   flops, is_exact = plan.flops
   peak = timeline.seconds * args.devices * gpu.bfloat16
   mfu = flops / peak if is_exact and args.step == "train" else None
   speed = plan.dataset_cfg.batch_size / timeline.seconds
-  if args.hlo:
-    write_atomically(args.hlo, program.hlo)
-  if args.json:
-    facts = {
-      "jax": jax.__version__,
-      "computes": computation,
-      "flags": options,
-      "gpu": gpu.name,
-      "mesh": dict(plan.mesh),
-      "compile_seconds": program.seconds,
-      "memory": {**parts, "peak": sum(parts.values()), "live_at_peak": [x._asdict() for x in live]},
-      "kernels_by_kind": add_up(timeline.kernels, "kind"),
-      **dataclasses.asdict(timeline),
-      "least_step_seconds": timeline.seconds,
-      "seconds_by_bound": timeline.seconds_by_bound,
-      "most_sequences_per_second": speed,
-      "largest_mfu": mfu,
-    }
-    write_atomically(args.json, json.dumps(facts, indent=1))
-  flags = " ".join(f"--{name}={value}" for name, value in options.items()) or "XLA's defaults"
+  facts = {
+    "jax": jax.__version__,
+    "computes": computation,
+    "flags": flags,
+    "gpu": gpu.name,
+    "mesh": dict(plan.mesh),
+    "compile_seconds": compile_seconds,
+    "memory": {**memory, "peak": sum(memory.values())},
+    "kernels_by_kind": add_up(timeline.kernels, "kind"),
+    **dataclasses.asdict(timeline),
+    "least_step_seconds": timeline.seconds,
+    "seconds_by_bound": timeline.seconds_by_bound,
+    "most_sequences_per_second": speed,
+    "largest_mfu": mfu,
+  }
+  for path, text in ((args.hlo, hlo), (args.json, json.dumps(facts, indent=1))):
+    if path:
+      write_atomically(path, text)
+  flags_text = " ".join(f"--{name}={value}" for name, value in flags.items()) or "XLA's defaults"
+  compiled_text = f"the {args.step} step in {compile_seconds:.0f} s, for {args.devices} {gpu.name}"
+  return [
+    ("computes", computation),
+    ("flags", flags_text),
+    ("compiled", compiled_text),
+    ("memory", _memory_text(memory, gpu)),
+    *_kernel_rows(timeline, args.top),
+    *_collective_rows(timeline),
+    *_speed_rows(timeline, speed, mfu, args.devices),
+  ]
+
+
+def _memory_parts(memory: Any) -> dict[str, int]:
+  """Returns the bytes of jax's memory analysis by part; outputs that overwrite arguments need none."""
+  return {
+    "arguments": memory.argument_size_in_bytes,
+    "temporaries": memory.temp_size_in_bytes,
+    "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+  }
+
+
+def _memory_text(parts: Mapping[str, int], gpu: Gpu) -> str:
+  peak = sum(parts.values())
+  fits = "fits" if peak <= USABLE * gpu.memory else "DOES NOT FIT"
+  sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
+  return f"{size_text(peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; {sizes}"
+
+
+def _speed_rows(timeline: Timeline, speed: float, mfu: float | None, devices: int) -> Rows:
   bounds = timeline.seconds_by_bound.items()
   bounds_text = ", ".join(f"{seconds * 1e3:.1f} ms {bound}" for bound, seconds in bounds)
   mfu_text = "" if mfu is None else f", an MFU of {mfu:.1%}"
   return [
-    ("computes", computation),
-    ("flags", flags),
-    ("compiled", f"the {args.step} step in {program.seconds:.0f} s, for {args.devices} {gpu.name}"),
-    *_memory_rows(parts, live, gpu, args.top),
-    *_kernel_rows(timeline, args.top),
-    *_collective_rows(timeline),
     ("step", f"at least {timeline.seconds * 1e3:.4g} ms, bound by: {bounds_text}"),
     (
       "speed",
-      f"at most {speed:,.0f} sequences/s, {speed / args.devices:,.1f} per GPU{mfu_text} "
+      f"at most {speed:,.0f} sequences/s, {speed / devices:,.1f} per GPU{mfu_text} "
       "(upper bounds: every kernel at the GPU's data sheet)",
     ),
   ]
@@ -171,22 +190,6 @@ def xla_options(devices: int) -> dict[str, Any]:
   pairs = (flag.removeprefix("--").partition("=") for flag in flags.split())
   booleans = {"": True, "true": True, "false": False}  # jax does not accept these as text
   return {name: booleans.get(value.lower(), value) for name, _, value in pairs}
-
-
-def _memory_rows(parts: Mapping[str, int], live: Sequence[LiveArray], gpu: Gpu, top: int) -> Rows:
-  peak = sum(parts.values())
-  fits = "fits" if peak <= USABLE * gpu.memory else "DOES NOT FIT"
-  text = f"{size_text(peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; "
-  text += ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-  sizes: collections.Counter[tuple[str, str]] = collections.Counter()
-  counts = collections.Counter((each.shape, each.source) for each in live)
-  for each in live:
-    sizes[each.shape, each.source] += each.bytes
-  arrays = [
-    f"  {size_text(size):>8}  {counts[shape, source]:3} × {shape}  {source[:70]}"
-    for (shape, source), size in sizes.most_common(top)
-  ]
-  return labeled("memory", [text, *(["live at the peak:", *arrays] if arrays else [])])
 
 
 def _kernel_rows(timeline: Timeline, top: int) -> Rows:

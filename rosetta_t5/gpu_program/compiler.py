@@ -8,12 +8,8 @@ NVIDIA's own flags do.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
-import pathlib
-import tempfile
-import time
 from typing import Any
 
 import jax
@@ -27,24 +23,6 @@ _CUDNN = (9, 28, 0)
 _CUDA = (13, 0)
 # Without measurements on a GPU, XLA would otherwise compute all matmuls by Triton kernels.
 OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-_DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_hlo_module_re": ".*"}
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledProgram:
-  """A compiled GPU program and the compiler's own reports about it.
-
-  Attributes:
-    hlo: the optimized, scheduled program as text.
-    seconds: how long compiling took.
-    memory: jax's memory analysis.
-    live_ranges: XLA's report on when each array exists.
-  """
-
-  hlo: str
-  seconds: float
-  memory: Any
-  live_ranges: str
 
 
 def check_installed() -> None:
@@ -64,7 +42,7 @@ def use_compiler_without_gpu() -> None:
   """
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # cuPTI does not load without a driver
   jax.config.update("jax_platforms", "cpu")
-  # A cached program would come without the compiler's reports.
+  # How long compiling takes is shown.
   jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -92,31 +70,6 @@ def tracing_for(gpu: Gpu) -> contextlib.AbstractContextManager[None]:
   """Returns a context in which jax traces for this GPU, of which the mesh in use must consist."""
   major, minor, patch = _CUDNN
   return cudnn_of_another_machine(major * 10_000 + minor * 100 + patch, gpu.capability)
-
-
-def compile_program(lowered: Any, options: dict[str, Any] | None = None) -> CompiledProgram:
-  """Returns the compiled program of `jax.jit(f).lower(…)`.
-
-  Args:
-    lowered: a function lowered for `gpu_devices`.
-    options: flags of XLA that override `OPTIONS`.
-  """
-  with tempfile.TemporaryDirectory() as folder:
-    dump = {**_DUMP, "xla_dump_to": folder}
-    started = time.monotonic()
-    compiled = lowered.compile(compiler_options=OPTIONS | (options or {}) | dump)
-    seconds = time.monotonic() - started
-
-    def read(suffix: str) -> str:
-      texts = (path.read_text() for path in pathlib.Path(folder).glob(f"*{suffix}"))
-      return max(texts, key=len, default="")
-
-    return CompiledProgram(
-      hlo=compiled.as_text(),
-      seconds=seconds,
-      memory=compiled.memory_analysis(),
-      live_ranges=read("-live-range.txt"),
-    )
 
 
 def _target_config(gpu: Gpu) -> str:

@@ -1,4 +1,4 @@
-"""Reads XLA's optimized programs (HLO, as text): instructions, and the arrays that are live at the peak."""
+"""Reads XLA's optimized programs (HLO, as text): computations, and their instructions in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
@@ -152,37 +152,6 @@ def _closing_parenthesis(text: str) -> int:
     if depth == 0:
       return position
   return len(text)
-
-
-_LIVE = re.compile(r"^\s+([\w.\-]+)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
-
-
-class LiveArray(NamedTuple):
-  """An array that is live at the peak: its type and shape, its source, its bytes."""
-
-  shape: str
-  source: str
-  bytes: int
-
-
-def live_arrays(live_ranges: str, program: Program) -> list[LiveArray]:
-  """Returns the arrays that are live at peak memory, largest first, according to XLA.
-
-  Args:
-    live_ranges: XLA's report on live ranges. The moment is that of the largest sum of arrays, of which
-      several can share memory: the step may need its peak memory at another moment.
-    program: the same program.
-  """
-  defined = {n: i for body in program.computations.values() for n, i in body.items()}
-  _, _, peak = live_ranges.partition("(peak)")
-  found = []
-  for name, index, size in _LIVE.findall(peak):
-    if instruction := defined.get(name):
-      number = int(index.split(",")[0]) if index else 0
-      array = instruction.arrays[min(number, len(instruction.arrays) - 1)]
-      shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-      found.append(LiveArray(shape, short_source(instruction.source) or name, int(size)))
-  return found
 
 
 def short_source(op_name: str) -> str:

@@ -25,6 +25,15 @@ KINDS = (MATMUL, FP8_MATMUL, TRITON_MATMUL, CUDNN_ATTENTION, TRITON, REDUCTION, 
 # Instructions that start no kernel.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"}
 _FREE |= {"partition-id", "replica-id", "opt-barrier", "add-dependency"}
+# Instructions of a fusion that only moves values.
+_MOVES = {*_FREE, "copy", "transpose", "convert", "reshape", "slice", "concatenate", "pad"}
+# Part of the target of a call → the kind of the library's kernel. The first that fits counts.
+_LIBRARIES = {
+  "$f8": FP8_MATMUL,
+  "__cublas": MATMUL,
+  "__cudnn$fmha": CUDNN_ATTENTION,
+  "triton": TRITON,
+}
 # Reads of a part of an operand.
 _SLICES = ("dynamic-slice", "slice", "gather")
 # The matmuls of our attention kernels, each of the size of the logits times the head size. The program
@@ -83,26 +92,24 @@ def kernel_of(program: Program, computation: str, instruction: Instruction) -> K
 
 def _kind_of(program: Program, instruction: Instruction, flops: float) -> str:
   target = instruction.text("custom_call_target")
-  if "$f8" in target:
-    return FP8_MATMUL
-  if target.startswith("__cublas"):
-    return MATMUL
-  if target.startswith("__cudnn$fmha"):
-    return CUDNN_ATTENTION
-  if "triton" in target:
-    return TRITON
-  inside = list(_fused(program, instruction)) if instruction.opcode == "fusion" else []
+  called = [kind for part, kind in _LIBRARIES.items() if part in target]
+  if called:
+    return called[0]
+  if instruction.opcode == "fusion":
+    return _kind_of_fusion(list(_fused(program, instruction)), has_matmul=flops > 0)
   if flops:
+    return MATMUL
+  return COPY if instruction.opcode in ("copy", "copy-start", "transpose") else OTHER
+
+
+def _kind_of_fusion(inside: list[Instruction], has_matmul: bool) -> str:
+  if has_matmul:
     calls_cublas = any(i.text("custom_call_target").startswith("__cublas") for i in inside)
-    return TRITON_MATMUL if inside and not calls_cublas else MATMUL
-  if instruction.opcode in ("copy", "copy-start", "transpose"):
-    return COPY
-  if instruction.opcode != "fusion":
-    return OTHER
-  if any(fused.opcode == "reduce" for fused in inside):
+    return MATMUL if calls_cublas else TRITON_MATMUL
+  opcodes = {fused.opcode for fused in inside}
+  if "reduce" in opcodes:
     return REDUCTION
-  moves = {*_FREE, "copy", "transpose", "convert", "reshape", "slice", "concatenate", "pad"}
-  return COPY if all(fused.opcode in moves for fused in inside) else LOOP
+  return COPY if opcodes <= _MOVES else LOOP
 
 
 def _fused(program: Program, instruction: Instruction) -> Iterator[Instruction]:
@@ -239,11 +246,9 @@ class Collective:
     axes: the mesh axes whose devices take part.
     size: the bytes of its operands on one device.
     sent: the bytes that one device sends.
-    arrays: the number of arrays that are sent together.
     count: how often a step starts it.
     seconds: the minimum time of one run.
     exposed_seconds: the part of these seconds in which the kernels wait for it.
-    overlapping_kernels: the number of kernels between its start and the wait for it.
     leaves_node: whether it uses the network between nodes.
   """
 
@@ -253,11 +258,9 @@ class Collective:
   axes: tuple[str, ...]
   size: float
   sent: float
-  arrays: int
   count: int = 1
   seconds: float = 0.0
   exposed_seconds: float = 0.0
-  overlapping_kernels: int = 0
   leaves_node: bool = False
 
 
@@ -281,7 +284,6 @@ def collective_of(
     axes=_axes(group, mesh),
     size=size,
     sent=size * _SENT[kind](max(len(group), 1)),
-    arrays=sum(len(operand.arrays) for operand in operands),
   )
 
 

@@ -81,8 +81,7 @@ class _Scheduler:
     timeline: the schedule so far.
     now: the time of the kernels' stream.
     links_free: when the links between GPUs are free again.
-    running: by the instruction that starts it, a collective, when it ends, and how many kernels were
-      started before it.
+    running: by the instruction that starts it, a collective, and when it ends.
   """
 
   program: Program
@@ -92,7 +91,7 @@ class _Scheduler:
   timeline: Timeline = dataclasses.field(default_factory=Timeline)
   now: float = 0.0
   links_free: float = 0.0
-  running: dict[str, tuple[Collective, float, int]] = dataclasses.field(default_factory=dict)
+  running: dict[str, tuple[Collective, float]] = dataclasses.field(default_factory=dict)
 
   def run(self, computation: str, count: int) -> None:
     """Runs a computation that a step executes `count` times."""
@@ -140,21 +139,16 @@ class _Scheduler:
     seconds = max(seconds, COLLECTIVE_SECONDS)
     self.links_free = max(self.now, self.links_free) + seconds
     timed = dataclasses.replace(collective, seconds=seconds, leaves_node=leaves_node)
-    self.running[name] = timed, self.links_free, len(self.timeline.kernels)
+    self.running[name] = timed, self.links_free
 
   def end(self, name: str, count: int) -> None:
     """Waits for a collective, if an instruction of this name has started one."""
     if name not in self.running:
       return
-    collective, ends, kernels_before = self.running.pop(name)
+    collective, ends = self.running.pop(name)
     exposed = max(ends - self.now, 0.0)
     self.now += exposed
-    timed = dataclasses.replace(
-      collective,
-      count=count,
-      exposed_seconds=exposed,
-      overlapping_kernels=len(self.timeline.kernels) - kernels_before,
-    )
+    timed = dataclasses.replace(collective, count=count, exposed_seconds=exposed)
     self.timeline.collectives.append(timed)
 
 

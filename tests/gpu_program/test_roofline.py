@@ -194,7 +194,6 @@ def test_work_between_start_and_end_of_a_collective_hides_its_time():
   seconds = 1e9 / GPU.nvlink
   work = 2 * 2 * 4e8 / GPU.bandwidth
   (first,), (second,) = hidden.collectives, waited.collectives
-  assert (first.overlapping_kernels, second.overlapping_kernels) == (2, 0)
   assert first.seconds == second.seconds == pytest.approx(seconds)
   assert first.exposed_seconds == pytest.approx(seconds - work)
   assert waited.seconds - hidden.seconds == pytest.approx(work)
