@@ -36,25 +36,24 @@ _TYPES = """
   WarmupExamples WriteFn
 """
 
+# Names that T5X imports from flax.
+_FLAX_NAMES = {
+  core: "FrozenDict freeze unfreeze",
+  partitioning: "ScanIn param_with_axes remat scan_with_axes with_sharding_constraint",
+}
+
 IMPORTED_NAMES: dict[str, Any] = {
   **dict.fromkeys(_TYPES.split(), Any),
+  **{name: getattr(x, name) for x, names in _FLAX_NAMES.items() for name in names.split()},
   "FLAGS": flags.FLAGS,
-  "FrozenDict": core.FrozenDict,
   "FrozenVariableDict": core.FrozenDict,
   "MutableVariableDict": core.scope.MutableVariableDict,
   "P": PartitionSpec,
   "PartitionSpec": PartitionSpec,
-  "ScanIn": partitioning.ScanIn,
   "Shape": tuple[int, ...],
   "VariableDict": core.FrozenDict | dict[str, Any],
   "cached_property": functools.cached_property,
-  "freeze": core.freeze,
-  "param_with_axes": partitioning.param_with_axes,
-  "remat": partitioning.remat,
-  "scan_with_axes": partitioning.scan_with_axes,
-  "unfreeze": core.unfreeze,
   "variance_scaling": initializers.variance_scaling,
-  "with_sharding_constraint": partitioning.with_sharding_constraint,
   # Functions of T5X's layers and of its decoding, of which users' layers and decode functions are made.
   "_canonicalize_tuple": lambda x: tuple(x) if isinstance(x, Iterable) else (x,),
   "_convert_to_activation_function": activation_function,

@@ -163,23 +163,18 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     **manager_options: Any,
   ):
     """Creates a checkpointer; see `OrbaxCheckpointManagerInterface` for the arguments."""
-    options = {**manager_options, "keep_dataset_checkpoints": keep_dataset_checkpoints}
-    dtypes = (save_dtype, restore_dtype)
     place = (checkpoints_dir, train_state, partitioner, dataset_iterator)
-    super().__init__(*place, *dtypes, keep, **options)
+    manager_options["keep_dataset_checkpoints"] = keep_dataset_checkpoints
+    super().__init__(*place, save_dtype, restore_dtype, keep, **manager_options)
     self.checkpoints_dir = os.fspath(checkpoints_dir)
 
   def all_dataset_checkpoint_steps(self) -> list[int]:
     """Returns the steps whose checkpoints have a position in the data, in ascending order."""
-
-    def has_position(step: int) -> bool:
-      folder = checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
-      inside = folder / checkpoint_folders.DATASET_ITEM
-      return any(folder.glob(f"{saved_items.DATASET_PREFIX}-*")) or any(
-        inside.glob(f"{saved_items.DATASET_PREFIX}-*")
-      )
-
-    return [step for step in all_steps(self.checkpoints_dir) if has_position(step)]
+    folders = {
+      step: checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
+      for step in all_steps(self.checkpoints_dir)
+    }
+    return [step for step, folder in folders.items() if saved_items.dataset_positions(folder)]
 
   def save(  # type: ignore[override]
     self,

@@ -1,14 +1,10 @@
 """T5X's `eval`: `python -m t5x.eval --gin_file=…`."""
 
 if __name__ == "__main__":
-  from rosetta_t5.cli import begin
+  from rosetta_t5.cli import run_module
 
-  begin("t5x.eval")
+  raise SystemExit(run_module("eval"))
 
-from rosetta_t5.cli import run_module
 from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.eval import evaluate, main
 from rosetta_t5.inference.evaluation import InferenceEvaluator
-
-if __name__ == "__main__":
-  raise SystemExit(run_module("eval"))

@@ -1,11 +1,10 @@
 """T5X's `infer`: `python -m t5x.infer --gin_file=…`."""
 
 if __name__ == "__main__":
-  from rosetta_t5.cli import begin
+  from rosetta_t5.cli import run_module
 
-  begin("t5x.infer")
+  raise SystemExit(run_module("infer"))
 
-from rosetta_t5.cli import run_module
 from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.infer import infer, main
@@ -16,7 +15,3 @@ from t5x.utils import extract_tokens_and_aux_values as _extract_tokens_and_aux_v
 
 def update_measurement_series(series_name: str, step: int, value: float) -> None:
   """Does nothing, as in T5X."""
-
-
-if __name__ == "__main__":
-  raise SystemExit(run_module("infer"))

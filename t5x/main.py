@@ -11,18 +11,11 @@ import enum
 from collections.abc import Sequence
 
 from rosetta_t5 import config
+from rosetta_t5.config.t5x_surface import RUN_MODES
 from rosetta_t5.plan.description import describe_run
 
-
-@enum.unique
-class RunMode(enum.Enum):
-  """The values of --run_mode."""
-
-  TRAIN = "train"
-  EVAL = "eval"
-  INFER = "infer"
-  PRECOMPILE = "precompile"
-  EXPORT = "export"
+# The values of --run_mode.
+RunMode = enum.Enum("RunMode", {mode.upper(): mode for mode in RUN_MODES})  # type: ignore[misc]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -159,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_module(verb: str) -> int:
   """Runs `python -m t5x.VERB`: the verb with the arguments of this process."""
+  begin(f"t5x.{verb}")
   return main([verb, *sys.argv[1:]])
 
 
