@@ -35,9 +35,8 @@ from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.t5 import T5Config, Transformer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import optax_wrapper
-from rosetta_t5.training.optimizers.curvature import precondition_by_kfac, sophia
 from rosetta_t5.training.optimizers.matrices import shampoo, soap
-from rosetta_t5.training.optimizers.transformations import muon
+from rosetta_t5.training.optimizers.transformations import muon, precondition_by_kfac, sophia
 
 contrib = optax.contrib
 CLIP = optax.clip_by_global_norm(1.0)

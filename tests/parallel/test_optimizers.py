@@ -16,9 +16,8 @@ from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_d
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import Trainer, TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
-from rosetta_t5.training.optimizers.curvature import precondition_by_kfac, sophia
 from rosetta_t5.training.optimizers.matrices import shampoo, soap
-from rosetta_t5.training.optimizers.transformations import muon
+from rosetta_t5.training.optimizers.transformations import muon, precondition_by_kfac, sophia
 
 CONFIG = DECODER_ONLY.replace(positions="rotary", scan_layers=True, remat_policy="minimal")
 MESHES = {

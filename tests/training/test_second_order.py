@@ -15,9 +15,9 @@ from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_d
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS, DenseGeneral
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
-from rosetta_t5.training.optimizers.curvature import hessian_diagonal, precondition_by_kfac
 from rosetta_t5.training.optimizers.matrices import shampoo, soap
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss
+from rosetta_t5.training.optimizers.transformations import hessian_diagonal, precondition_by_kfac
 from rosetta_t5.training.step import train_step
 
 RNG = np.random.default_rng(0)

@@ -223,20 +223,9 @@ def shampoo(
     max_precond_dim: a larger side of a matrix has no covariance; the other side then has the
       exponent -1/2.
   """
-  return optax.chain(
-    _scale_by_shampoo(param_axes, b1, b2, eps, matrix_eps, precondition_frequency, max_precond_dim),
-    optax.add_decayed_weights(weight_decay),
-    optax.scale_by_learning_rate(learning_rate),
-  )
-
-
-def _scale_by_shampoo(
-  param_axes: PyTree, b1: float, b2: float, eps: float, matrix_eps: float, period: int, max_dim: int
-) -> optax.GradientTransformation:
-  """Returns Shampoo without learning rate and weight decay; `shampoo` explains the arguments."""
 
   def init(params: PyTree) -> ShampooState:
-    step, mu, nu, zeros = _zeros(params, param_axes, max_dim)
+    step, mu, nu, zeros = _zeros(params, param_axes, max_precond_dim)
     return ShampooState(step, mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
 
   def update(grads: PyTree, state: ShampooState, params: PyTree = None) -> tuple[PyTree, Any]:
@@ -247,8 +236,8 @@ def _scale_by_shampoo(
     grams = gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
     roots = jax.lax.cond(
-      state.step % period == 0,
-      lambda: jax.tree.map(lambda _, factors: inverse_roots(factors), grads, covariances),
+      state.step % precondition_frequency == 0,
+      lambda: jax.tree.map(lambda _, sides: _inverse_roots(sides, matrix_eps), grads, covariances),
       lambda: state.roots,
     )
     mu_hat = optax.tree.bias_correction(mu, b1, step)
@@ -257,18 +246,19 @@ def _scale_by_shampoo(
     updates = jax.tree.map(_graft, multiply(roots, mu_hat, dims), adam, dims)
     return updates, ShampooState(step, mu, nu, covariances, roots)
 
-  def inverse_roots(covariances: Factors) -> Factors:
-    sides = sum(side is not None for side in covariances)
+  return _with_decay(init, update, weight_decay, learning_rate)
 
-    def root(covariance: jax.Array) -> jax.Array:
-      values, vectors = jnp.linalg.eigh(covariance)
-      largest = jnp.maximum(values[..., -1:], jnp.finfo(values.dtype).tiny)
-      damped = jnp.maximum(values, 0.0) + matrix_eps * largest
-      return exact_matmul(vectors * damped[..., None, :] ** (-0.5 / sides), vectors.mT)
 
-    return jax.tree.map(root, covariances)
+def _inverse_roots(covariances: Factors, matrix_eps: float) -> Factors:
+  sides = sum(side is not None for side in covariances)
 
-  return optax.GradientTransformation(init, update)
+  def root(covariance: jax.Array) -> jax.Array:
+    values, vectors = jnp.linalg.eigh(covariance)
+    largest = jnp.maximum(values[..., -1:], jnp.finfo(values.dtype).tiny)
+    damped = jnp.maximum(values, 0.0) + matrix_eps * largest
+    return exact_matmul(vectors * damped[..., None, :] ** (-0.5 / sides), vectors.mT)
+
+  return jax.tree.map(root, covariances)
 
 
 def _graft(direction: jax.Array, adam: jax.Array, dims: MatrixDims | None) -> jax.Array:
@@ -288,6 +278,17 @@ def _zeros(params: PyTree, param_axes: PyTree, max_dim: int) -> tuple[Any, ...]:
   mu, nu = (optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2))
   factors = zero_factors(params, tree_matrix_dims(params, param_axes), max_dim)
   return jnp.zeros((), jnp.int32), mu, nu, factors
+
+
+def _with_decay(
+  init: Any, update: Any, weight_decay: float, learning_rate: Any
+) -> optax.GradientTransformation:
+  """Returns an optimizer whose updates are followed by weight decay and multiplied by the learning rate."""
+  return optax.chain(
+    optax.GradientTransformation(init, update),
+    optax.add_decayed_weights(weight_decay),
+    optax.scale_by_learning_rate(learning_rate),
+  )
 
 
 class SoapState(NamedTuple):
@@ -332,20 +333,9 @@ def soap(
     precondition_frequency: steps between updates of the eigenbases.
     max_precond_dim: a larger side of a matrix has no eigenbasis.
   """
-  return optax.chain(
-    _scale_by_soap(param_axes, b1, b2, eps, precondition_frequency, max_precond_dim),
-    optax.add_decayed_weights(weight_decay),
-    optax.scale_by_learning_rate(learning_rate),
-  )
-
-
-def _scale_by_soap(
-  param_axes: PyTree, b1: float, b2: float, eps: float, period: int, max_dim: int
-) -> optax.GradientTransformation:
-  """Returns SOAP without learning rate and weight decay; `soap` explains the arguments."""
 
   def init(params: PyTree) -> SoapState:
-    step, mu, nu, zeros = _zeros(params, param_axes, max_dim)
+    step, mu, nu, zeros = _zeros(params, param_axes, max_precond_dim)
     identities = jax.tree.map(lambda x: jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape), zeros)
     return SoapState(step, mu, nu, zeros, identities)
 
@@ -366,20 +356,20 @@ def _scale_by_soap(
     def first_step() -> tuple[PyTree, PyTree, PyTree]:
       return optax.tree.zeros_like(grads), state.mu, state.nu
 
-    is_first = state.step == 0
-    updates, mu, nu = jax.lax.cond(is_first, first_step, adam_step)
-    is_due = state.step % period == 0
-    bases = jax.lax.switch(
-      jnp.where(is_first, 0, jnp.where(is_due, 1, 2)),
-      (
-        lambda: jax.tree.map(lambda c: jnp.linalg.eigh(c).eigenvectors, covariances),
-        # One step of the power iteration.
-        lambda: jax.tree.map(
-          lambda c, basis: jnp.linalg.qr(exact_matmul(c, basis)).Q, covariances, state.bases
-        ),
-        lambda: state.bases,
-      ),
-    )
+    updates, mu, nu = jax.lax.cond(state.step == 0, first_step, adam_step)
+    bases = _new_bases(state.step, precondition_frequency, covariances, state.bases)
     return updates, SoapState(state.step + 1, mu, nu, covariances, bases)
 
-  return optax.GradientTransformation(init, update)
+  return _with_decay(init, update, weight_decay, learning_rate)
+
+
+def _new_bases(step: jax.Array, period: int, covariances: PyTree, bases: PyTree) -> PyTree:
+  return jax.lax.switch(
+    jnp.where(step == 0, 0, jnp.where(step % period == 0, 1, 2)),
+    (
+      lambda: jax.tree.map(lambda c: jnp.linalg.eigh(c).eigenvectors, covariances),
+      # One step of the power iteration.
+      lambda: jax.tree.map(lambda c, b: jnp.linalg.qr(exact_matmul(c, b)).Q, covariances, bases),
+      lambda: bases,
+    ),
+  )
