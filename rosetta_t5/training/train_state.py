@@ -19,14 +19,48 @@ PyTree = Any
 _AXES_SUFFIX = "_axes"
 
 
-class _StateMethods:
-  """The methods that both states share."""
+class InferenceState(struct.PyTreeNode):
+  """The part of a train state that evaluation and inference need (T5X: InferenceState).
 
+  Attributes:
+    step: int32 scalar, the number of completed optimizer steps.
+    params: nested dict of parameters, with T5X's names and shapes. A run has flax's `FrozenDict`, as in
+      T5X, whose methods are `unfreeze()` and `copy({...})`.
+    params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes; None if the module
+      does not use `param_with_axes`.
+    flax_mutables: all other variable collections of the module, by name.
+    flax_mutables_axes: the same as `params_axes` for `flax_mutables`.
+  """
+
+  step: jax.Array
   params: PyTree
-  params_axes: PyTree
-  flax_mutables: PyTree
-  flax_mutables_axes: PyTree
-  replace: Any
+  params_axes: PyTree = None
+  flax_mutables: PyTree = struct.field(default_factory=dict)
+  flax_mutables_axes: PyTree = None
+
+  @classmethod
+  def create(cls, model_variables: Mapping[str, Any]) -> InferenceState:
+    """Returns the state of step 0 for the result of `module.init`."""
+    return cls(step=jnp.array(0, jnp.int32), **_split_variables(model_variables))
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns the nested dict that a checkpoint stores, in T5X's layout; only the part that this state has."""
+    stored = {"target": unfreeze(self.params), "state": {"step": self.step}}
+    if self.flax_mutables:
+      stored["flax_mutables"] = unfreeze(serialization.to_state_dict(self.flax_mutables))
+    return stored
+
+  def restore_state(self, state_dict: Mapping[str, Any]) -> Self:
+    """Returns this state with the values of `state_dict`; its optimizer state is ignored."""
+    mutables = self.flax_mutables
+    if mutables and "flax_mutables" in state_dict:
+      mutables = serialization.from_state_dict(mutables, state_dict["flax_mutables"])
+    params = serialization.from_state_dict(self.params, state_dict["target"])
+    return self.replace(params=params, step=state_dict["state"]["step"], flax_mutables=mutables)
+
+  def apply_gradient(self, *args: Any, **kwargs: Any) -> Self:
+    """Raises NotImplementedError, because there is no optimizer."""
+    raise NotImplementedError("an InferenceState has no optimizer: train a TrainState")
 
   def replace_params(self, params: PyTree) -> Self:
     """Returns this state with other parameters."""
@@ -58,44 +92,26 @@ class _StateMethods:
     """Returns a hash, because programs cache functions by `train_state_axes`."""
     return hash(jax.tree.structure(self))
 
-  def _stored_mutables(self) -> dict[str, Any]:
-    if not self.flax_mutables:
-      return {}
-    return {"flax_mutables": unfreeze(serialization.to_state_dict(self.flax_mutables))}
 
-  def _restored_mutables(self, state_dict: Mapping[str, Any]) -> PyTree:
-    if not self.flax_mutables or "flax_mutables" not in state_dict:
-      return self.flax_mutables
-    return serialization.from_state_dict(self.flax_mutables, state_dict["flax_mutables"])
-
-
-class TrainState(struct.PyTreeNode, _StateMethods):
+class TrainState(InferenceState):
   """One pytree of everything that a step reads and writes (T5X: FlaxOptimTrainState).
 
+  `InferenceState` describes the other attributes.
+
   Attributes:
-    step: int32 scalar, the number of completed optimizer steps.
-    params: nested dict of parameters, with T5X's names and shapes. A run has flax's `FrozenDict`, as in
-      T5X, whose methods are `unfreeze()` and `copy({...})`.
     param_states: the optimizer's state, a pytree whose structure the optimizer chooses.
-    flax_mutables: all other variable collections of the module, by name.
-    params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes; None if the module
-      does not use `param_with_axes`.
-    flax_mutables_axes: the same for `flax_mutables`.
     optimizer_def: the `OptimizerDef`, which is not a part of the tree.
   """
 
-  step: jax.Array
-  params: PyTree
-  param_states: PyTree
-  flax_mutables: PyTree = struct.field(default_factory=dict)
-  params_axes: PyTree = None
-  flax_mutables_axes: PyTree = None
+  param_states: PyTree = None
   optimizer_def: Any = struct.field(pytree_node=False, default=None)
 
-  __hash__ = _StateMethods.__hash__  # A dataclass would otherwise hash its fields, such as dicts.
+  __hash__ = InferenceState.__hash__  # A dataclass would otherwise hash its fields, such as dicts.
 
   @classmethod
-  def create(cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]) -> TrainState:
+  def create(  # type: ignore[override]  # T5X's arguments.
+    cls, optimizer_def: OptimizerDef, model_variables: Mapping[str, Any]
+  ) -> TrainState:
     """Returns the state of step 0.
 
     Args:
@@ -109,8 +125,8 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     if fields["params_axes"] is not None:
       optimizer_def.set_param_axes(flax_partitioning.get_axis_names(fields["params_axes"]))
     state = optimizer_def.init_state(fields["params"])
-    parts: dict[str, Any] = {"step": state.step, "param_states": state.param_states}
-    return cls(**parts, **fields, optimizer_def=optimizer_def)
+    fields |= {"step": state.step, "param_states": state.param_states}
+    return cls(**fields, optimizer_def=optimizer_def)
 
   @property
   def _optimizer(self) -> Optimizer:
@@ -120,7 +136,7 @@ class TrainState(struct.PyTreeNode, _StateMethods):
 
   def state_dict(self) -> dict[str, Any]:
     """Returns the nested dict that a checkpoint stores, in T5X's layout."""
-    return {**self._optimizer.state_dict(), **self._stored_mutables()}
+    return super().state_dict() | self._optimizer.state_dict()
 
   def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
     """Returns this state with the values of `state_dict` (see `state_dict()`).
@@ -128,8 +144,8 @@ class TrainState(struct.PyTreeNode, _StateMethods):
     Raises:
       ValueError: the names in `state_dict` differ from those of this state.
     """
-    optimizer = self._optimizer.restore_state(state_dict)
-    return self.replace(_optimizer=optimizer, flax_mutables=self._restored_mutables(state_dict))
+    state = super().restore_state(state_dict)
+    return state.replace(_optimizer=self._optimizer.restore_state(state_dict))
 
   def apply_gradient(
     self, grads: PyTree, learning_rate: Any, flax_mutables: PyTree = None, loss: Any = None
@@ -179,48 +195,6 @@ def _replace(state: TrainState, **changes: Any) -> TrainState:
 
 
 setattr(TrainState, "replace", _replace)  # noqa: B010  flax replaces the method of a class's body.
-
-
-class InferenceState(struct.PyTreeNode, _StateMethods):
-  """The part of a train state that evaluation and inference need (T5X: InferenceState).
-
-  Attributes:
-    step: int32 scalar, the number of completed optimizer steps.
-    params: nested dict of parameters.
-    params_axes: nested dict of flax `AxisMetadata`, the parameters' logical axes.
-    flax_mutables: all other variable collections of the module, by name.
-    flax_mutables_axes: the same for `flax_mutables`.
-  """
-
-  step: jax.Array
-  params: PyTree
-  params_axes: PyTree = None
-  flax_mutables: PyTree = struct.field(default_factory=dict)
-  flax_mutables_axes: PyTree = None
-
-  __hash__ = _StateMethods.__hash__
-
-  @classmethod
-  def create(cls, model_variables: Mapping[str, Any]) -> InferenceState:
-    """Returns the state of step 0 for the result of `module.init`."""
-    return cls(step=jnp.array(0, jnp.int32), **_split_variables(model_variables))
-
-  def apply_gradient(self, *args: Any, **kwargs: Any) -> InferenceState:
-    """Raises NotImplementedError, because there is no optimizer."""
-    raise NotImplementedError("an InferenceState has no optimizer: train a TrainState")
-
-  def state_dict(self) -> dict[str, Any]:
-    """Returns the part of a checkpoint that this state has, in T5X's layout."""
-    stored = {"target": unfreeze(self.params), "state": {"step": self.step}}
-    return {**stored, **self._stored_mutables()}
-
-  def restore_state(self, state_dict: Mapping[str, Any]) -> InferenceState:
-    """Returns this state with the values of `state_dict`; its optimizer state is ignored."""
-    return self.replace(
-      params=serialization.from_state_dict(self.params, state_dict["target"]),
-      step=state_dict["state"]["step"],
-      flax_mutables=self._restored_mutables(state_dict),
-    )
 
 
 def uses_loss(train_state: Any) -> bool:

@@ -102,5 +102,7 @@ def test_rule_must_have_the_rank_of_the_parameter():
 
 
 def test_error_names_the_unknown_role():
-  with pytest.raises(ValueError, match=r"unknown factor role 'rwo': it must be one of row, col"):
+  with pytest.raises(
+    ValueError, match=r"unknown factor role 'rwo': it must be one of none, batch, row"
+  ):
     factor_rules.factor_name_to_factordim("rwo")

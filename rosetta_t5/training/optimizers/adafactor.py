@@ -210,10 +210,10 @@ class Adafactor(OptimizerDef):
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
     """Returns the roles of the dimensions of one parameter."""
-    hyper_params = self.hyper_params
-    if not hyper_params.factored:
-      return factor_rules.resolve(None, shape, path, None)
-    rule = hyper_params.factor_map[path] if hyper_params.factor_map else factor_rules.HEURISTIC_RULE
+    hyper_params, rule = self.hyper_params, None
+    if hyper_params.factored:
+      rules = hyper_params.factor_map
+      rule = rules[path] if rules else factor_rules.HEURISTIC_RULE
     return factor_rules.resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
 
   def _step_size(

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.training.optimizers.optimizer_def import axes_by_path, path_name
@@ -39,14 +38,8 @@ class HeuristicRule(enum.Enum):
 HEURISTIC_RULE = HeuristicRule.token
 FactorRule = HeuristicRule | tuple[FactorDim, ...] | None
 
-_DIM_NAMES = {
-  "row": FactorDim.ROW,
-  "col": FactorDim.COLUMN,
-  "column": FactorDim.COLUMN,
-  "batch": FactorDim.BATCH,
-  "none": FactorDim.NONE,
-  "unfactorized": FactorDim.NONE,
-}
+_SYNONYMS = {"col": FactorDim.COLUMN, "unfactorized": FactorDim.NONE}
+_DIM_NAMES = {role.name.lower(): role for role in FactorDim} | _SYNONYMS
 
 
 def standard_logical_factor_rules() -> dict[str, FactorDim]:
@@ -138,9 +131,7 @@ def rules_from_axes(
   return {path: _rule_from_names(path, names or (), axis_roles) for path, names in named.items()}
 
 
-def resolve(
-  rule: FactorRule, shape: Sequence[int], path: str, min_dim_size: int | None
-) -> FactorDims:
+def resolve(rule: FactorRule, shape: Sequence[int], path: str, min_dim_size: int) -> FactorDims:
   """Returns the dimensions by role for a parameter of this shape.
 
   As in T5X, the heuristic rule always applies to rank ≤ 2 without a BATCH dimension.
@@ -149,23 +140,15 @@ def resolve(
     rule: one role per dimension, HEURISTIC_RULE, or None for a parameter that is not factored.
     shape: the parameter's shape.
     path: the parameter's name, for errors.
-    min_dim_size: the minimum size of the dimensions that the heuristic rule factors; None for no
-      heuristic.
+    min_dim_size: the minimum size of the dimensions that the heuristic rule factors.
 
   Raises:
     ValueError: the rule does not fit the shape, or the heuristic rule is used for rank > 2.
   """
-  dims = tuple(range(len(shape)))
   if rule is None:
-    return FactorDims(averaged=dims)
+    return FactorDims(averaged=tuple(range(len(shape))))
   if isinstance(rule, HeuristicRule):
-    if len(shape) > 2:
-      raise ValueError(
-        f"Adafactor needs a factorization rule for parameter {path!r} of shape {tuple(shape)}: the "
-        "heuristic by size is for rank 1 and 2. Set Adafactor.logical_factor_rules = "
-        "@adafactor.standard_logical_factor_rules(), or add the parameter to Adafactor.factor_map"
-      )
-    return _by_size(shape, min_dim_size)
+    return _by_size(shape, path, min_dim_size)
   roles = tuple(factor_name_to_factordim(role) for role in rule)
   if len(roles) != len(shape):
     raise ValueError(
@@ -173,27 +156,40 @@ def resolve(
       f"{tuple(shape)}"
     )
   if len(shape) <= 2 and FactorDim.BATCH not in roles:
-    return _by_size(shape, min_dim_size)
-  row, col, batch = (
-    tuple(dim for dim in dims if roles[dim] is role)
-    for role in (FactorDim.ROW, FactorDim.COLUMN, FactorDim.BATCH)
-  )
-  averaged = tuple(dim for dim in dims if dim not in batch)
+    return _by_size(shape, path, min_dim_size)
+
+  def with_role(*wanted: FactorDim) -> tuple[int, ...]:
+    return tuple(dim for dim, role in enumerate(roles) if role in wanted)
+
+  row, col = with_role(FactorDim.ROW), with_role(FactorDim.COLUMN)
+  averaged = with_role(FactorDim.NONE, FactorDim.ROW, FactorDim.COLUMN)
   return FactorDims(averaged, row, col) if row and col else FactorDims(averaged)
 
 
-def _by_size(shape: Sequence[int], min_dim_size: int | None) -> FactorDims:
+def _by_size(shape: Sequence[int], path: str, min_dim_size: int) -> FactorDims:
   """Returns the two largest dimensions as row and col; they are not factored if one is too small."""
-  dims = tuple(range(len(shape)))
-  *_, row, col = (0, 0, *(int(dim) for dim in np.argsort(shape, kind="stable")))
-  is_small = len(shape) < 2 or min_dim_size is None or shape[row] < min_dim_size
-  return FactorDims(dims) if is_small else FactorDims(dims, (row,), (col,))
+  if len(shape) > 2:
+    raise ValueError(
+      f"Adafactor needs a factorization rule for parameter {path!r} of shape {tuple(shape)}: the "
+      "heuristic by size is for rank 1 and 2. Set Adafactor.logical_factor_rules = "
+      "@adafactor.standard_logical_factor_rules(), or add the parameter to Adafactor.factor_map"
+    )
+  if len(shape) < 2 or min(shape) < min_dim_size:
+    return FactorDims(averaged=tuple(range(len(shape))))
+  row = int(shape[1] < shape[0])
+  return FactorDims((0, 1), (row,), (1 - row,))
 
 
 def _rule_from_names(
-  path: str, axes: Iterable[str | None], axis_roles: Mapping[str, FactorDim | str]
+  path: str, axes: Sequence[str | None], axis_roles: Mapping[str, FactorDim | str]
 ) -> FactorRule:
-  roles = tuple(_role(path, axis, axis_roles) for axis in axes)
+  for axis in axes:
+    if axis is not None and axis not in axis_roles:
+      raise ValueError(
+        f"Adafactor.logical_factor_rules has no role for axis {axis!r} of parameter {path!r}"
+        f"{near_hint(axis, axis_roles)}: add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
+      )
+  roles = tuple(factor_name_to_factordim(axis and axis_roles[axis]) for axis in axes)
   if not {FactorDim.ROW, FactorDim.COLUMN} <= set(roles):
     # Without a row or without a column the parameter is not factored; only BATCH has an effect.
     return tuple(role if role is FactorDim.BATCH else FactorDim.NONE for role in roles)
@@ -203,14 +199,3 @@ def _rule_from_names(
       "axis of a factored parameter can have it. Change its role in Adafactor.logical_factor_rules"
     )
   return roles
-
-
-def _role(path: str, axis: str | None, axis_roles: Mapping[str, FactorDim | str]) -> FactorDim:
-  if axis is None:
-    return FactorDim.NONE
-  if axis not in axis_roles:
-    raise ValueError(
-      f"Adafactor.logical_factor_rules has no role for axis {axis!r} of parameter {path!r}"
-      f"{near_hint(axis, axis_roles)}: add {axis!r}: 'row', 'column', 'batch' or 'none' to the rules"
-    )
-  return factor_name_to_factordim(axis_roles[axis])
