@@ -14,7 +14,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 from etils import epath
@@ -49,6 +49,19 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     raise
 
 
+def lock_until_closed(file: int | IO[str]) -> bool:
+  """Locks an open file; returns False if another process has locked it.
+
+  A file system without locks, such as a Lustre that is mounted without flock, locks nothing.
+  """
+  with contextlib.suppress(OSError):
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return False
+  return True
+
+
 @contextlib.contextmanager
 def exclusive_output(path: str | os.PathLike[str]) -> Iterator[None]:
   """Locks a file or folder inside the `with`, so that no other command writes to it.
@@ -58,14 +71,10 @@ def exclusive_output(path: str | os.PathLike[str]) -> Iterator[None]:
   """
   descriptor = os.open(path, os.O_RDONLY)
   try:
-    with contextlib.suppress(OSError):  # The file system may have no locks.
-      try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise ValueError(
-          f"another process is writing to {os.fspath(path)}: wait until it ends, or choose another "
-          "output"
-        ) from error
+    if not lock_until_closed(descriptor):
+      raise ValueError(
+        f"another process is writing to {os.fspath(path)}: wait until it ends, or choose another output"
+      )
     yield
   finally:
     os.close(descriptor)

@@ -14,7 +14,8 @@ import tensorstore as ts
 from etils import epath
 
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, checkpoint_folders, saved_items
-from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray as LazyThreadPoolArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step, read_arrays
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig

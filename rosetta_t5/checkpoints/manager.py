@@ -341,6 +341,8 @@ class OrbaxCheckpointManagerInterface:
         todelete_subdir=None if os.fspath(self.directory).startswith("gs://") else _REMOVED_FOLDER,
       )
       self.directory.mkdir(parents=True, exist_ok=True)
+      if jax.process_index() == 0:
+        self._delete_removed()  # Orbax cannot move a checkpoint to the name of one that was left there.
       self._orbax = _OrbaxManager(
         self.directory.absolute(), item_handlers=handlers, options=options
       )
@@ -360,8 +362,9 @@ class OrbaxCheckpointManagerInterface:
       write_checksums(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])
 
   def _delete_removed(self) -> None:
-    for folder in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):
-      shutil.rmtree(folder, ignore_errors=True)
+    for entry in pathlib.Path(self.directory, _REMOVED_FOLDER).glob("*"):
+      # A checkpoint can be a link to a folder elsewhere, which is kept.
+      entry.unlink() if entry.is_symlink() else shutil.rmtree(entry, ignore_errors=True)
 
   def _abandon_save(self, error: Exception) -> saved_items.CheckpointSaveError:
     """Gives up the running save, and returns the error that says so."""

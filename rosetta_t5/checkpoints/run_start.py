@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import inspect
 import logging
@@ -23,6 +22,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
+from rosetta_t5.files import lock_until_closed
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
 
@@ -78,16 +78,12 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
 
 def _lock(file: Any) -> str:
   """Locks a file until it is closed, and writes the process into it; returns why it cannot, or ""."""
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
+  if not lock_until_closed(file):
     file.seek(0)
     return (
       f"is in use by another training run: {file.read().strip()}. Wait until that run ends, stop it, or "
       "give this run its own folder"
     )
-  except OSError as error:  # as on a Lustre that is mounted without flock
-    _log.warning("MODEL_DIR is not locked: %s", error.strerror)
   since = time.strftime("%Y-%m-%d %H:%M:%S %z")
   file.truncate(0)
   print(f"process {os.getpid()} on {socket.gethostname()}, since {since}", file=file, flush=True)

@@ -117,6 +117,8 @@ def make_checkpoint(folder: pathlib.Path) -> None:
 
 def test_a_run_deletes_its_old_checkpoints_and_those_that_a_killed_run_left(tmp_path):
   make_checkpoint(tmp_path / ".removed/checkpoint_1")
+  make_checkpoint(tmp_path / "elsewhere")
+  (tmp_path / ".removed/checkpoint_2").symlink_to(tmp_path / "elsewhere")
   setup = Setup(module=Tiny(), num_partitions=1)
   manager = setup.manager(tmp_path, keep=1)
   for step in (2, 3):
@@ -124,6 +126,7 @@ def test_a_run_deletes_its_old_checkpoints_and_those_that_a_killed_run_left(tmp_
   manager.close()
   assert all_steps(tmp_path) == [3]
   assert os.listdir(tmp_path / ".removed") == []
+  assert os.listdir(tmp_path / "elsewhere")
 
 
 def test_metric_values_are_read_by_run_and_tag(tmp_path, write_scalars):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +18,11 @@ ReadFn = Callable[[Index], np.ndarray]
 _PART_BYTES = 64 << 20
 
 
-class LazyArray(abc.ABC):
+class LazyArray:
   """An array with a known shape and dtype whose values are read on demand (T5X's class).
 
   Attributes:
+    executor: the threads in which `get_async` reads.
     shape: the shape.
     dtype: the dtype of the values that `get` returns.
     ndim: the number of dimensions.
@@ -30,13 +30,15 @@ class LazyArray(abc.ABC):
     nbytes: the size in memory once the array is read.
   """
 
+  executor = futures.ThreadPoolExecutor(thread_name_prefix="lazy-array")
+
   def __init__(self, shape: Sequence[int], dtype: Any, get_fn: Callable[[], Any]):
     """Creates a lazy array.
 
     Args:
       shape: the shape.
       dtype: the dtype of the values that `get` returns.
-      get_fn: reads the values.
+      get_fn: reads the values; it may block.
     """
     self.shape = tuple(int(size) for size in shape)
     self.dtype = jnp.dtype(dtype)
@@ -49,25 +51,6 @@ class LazyArray(abc.ABC):
     """Returns the same array, which is converted to `dtype` when it is read."""
     return type(self)(self.shape, dtype, self._get_fn)
 
-  @abc.abstractmethod
-  def get_async(self) -> asyncio.Future:
-    """Starts to read the values."""
-
-  @abc.abstractmethod
-  def get(self) -> np.ndarray:
-    """Reads and returns the values."""
-
-  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """Lets numpy functions take a lazy array, for example in users' state transformations."""
-    del copy
-    return np.asarray(self.get(), dtype)
-
-
-class LazyThreadPoolArray(LazyArray):
-  """A lazy array whose `get_fn` blocks; `get_async` calls it in a thread."""
-
-  executor = futures.ThreadPoolExecutor(thread_name_prefix="lazy-array")
-
   def get_async(self) -> asyncio.Future:
     """Starts to read the values in a thread."""
     return asyncio.wrap_future(self.executor.submit(self.get))
@@ -76,8 +59,13 @@ class LazyThreadPoolArray(LazyArray):
     """Reads and returns the values."""
     return np.asarray(self._get_fn()).astype(self.dtype, copy=False)
 
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    """Lets numpy functions take a lazy array, for example in users' state transformations."""
+    del copy
+    return np.asarray(self.get(), dtype)
 
-class StoredArray(LazyThreadPoolArray):
+
+class StoredArray(LazyArray):
   """A lazy array that can be read in part.
 
   Attributes:

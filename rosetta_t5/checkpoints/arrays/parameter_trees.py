@@ -104,7 +104,7 @@ def scan_axis(arrays: Mapping[str, Any]) -> int:
 
   The shapes of the norms' scales show it.
   """
-  embedding = arrays.get("target/token_embedder/embedding")
+  embedding = arrays.get(EMBEDDING)
   norms = [x for n, x in arrays.items() if n.endswith("_norm/scale") and _SCANNED.fullmatch(n)]
   on_first = any(embedding is not None and x.shape[0] != embedding.shape[1] for x in norms)
   return 0 if on_first else SCAN_AXIS

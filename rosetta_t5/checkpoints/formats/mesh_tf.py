@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays import parameter_trees
-from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray, LazyThreadPoolArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 
 Rule = Callable[..., tuple[str | None, Any]]
 
@@ -24,8 +24,22 @@ _NORMS = {
   **parameter_trees.NORMS,
   "transformer": ("pre_self_attention_layer_norm", "pre_mlp_layer_norm"),
 }
-_SIDES = "(encoder|decoder|transformer)"
-_LAYERS = _SIDES + r"/block_(\d+)"
+_ATTENTIONS = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
+_SIDE = "(?P<side>encoder|decoder|transformer)"
+_LAYER = _SIDE + r"/block_(?P<layer>\d+)/layer_"
+# {pattern of TensorFlow's name: T5X's name of the parameter}
+_PARAMETERS = {
+  r"shared/embedding": "token_embedder/embedding",
+  # Only the encoder or only the decoder uses such a table.
+  _SIDE + r"/embedding": "{side}/token_embedder/embedding",
+  # `read_arrays` finds out whether the layers share it.
+  _LAYER + r"000/SelfAttention/relative_attention_bias": "{layer}/relpos_bias/rel_embedding",
+  _LAYER + r"\d+/(?P<block>\w+Attention)/(?P<matrix>[qkvo])": "{layer}/{block}/{matrix}/kernel",
+  _LAYER + r"\d+/DenseReluDense/(?P<mlp>w[io](?:_\d+)?)/kernel": "{layer}/mlp/{mlp}/kernel",
+  _LAYER + r"(?P<norm>\d+)/(?:layer|rms)_norm/scale": "{layer}/{norm}/scale",
+  _SIDE + r"/(?:final_layer|rms)_norm/scale": "{side}/{side}_norm/scale",
+  r"(?:decoder|transformer)/logits/kernel": "decoder/logits_dense/kernel",
+}
 
 
 class CheckpointTranslator:
@@ -82,83 +96,34 @@ class CheckpointTranslator:
 t5_importer = CheckpointTranslator()
 
 
-def _name(inner: str, slot: str) -> str:
-  """Returns T5X's name of a parameter or, if `slot` is not empty, of a part of its Adafactor state."""
-  return f"state/param_states/{inner}/{_SLOTS[slot]}" if slot else f"target/{inner}"
-
-
-def _side(encdec: str) -> str:
-  return "decoder" if encdec == "transformer" else encdec
-
-
-def _layer(encdec: str, blocknum: str) -> str:
-  return f"{_side(encdec)}/layers_{int(blocknum)}"
-
-
 @t5_importer.add(r"global_step")
 def global_step(opts: Any, key: str, val: Any) -> tuple[str, Any]:
   """Renames the number of steps, which is read immediately."""
   return "state/step", val.astype(np.int32).get() if isinstance(val, LazyArray) else val
 
 
-@t5_importer.add(r"shared/embedding(\w*)")
-def shared_embeddings(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
-  """Renames the embedding table that the encoder and the decoder share."""
-  return _name("token_embedder/embedding", slot), val
-
-
-@t5_importer.add(_SIDES + r"/embedding(\w*)")
-def separate_embeddings(opts: Any, key: str, val: Any, encdec: str, slot: str) -> tuple[str, Any]:
-  """Renames an embedding table that only the encoder or only the decoder uses."""
-  return _name(f"{_side(encdec)}/token_embedder/embedding", slot), val
-
-
-@t5_importer.add(_LAYERS + r"/layer_000/SelfAttention/relative_attention_bias(\w*)")
-def rel_embeddings(
-  opts: Any, key: str, val: Any, encdec: str, blocknum: str, slot: str
+def _rename(
+  pattern: re.Pattern[str], template: str, opts: Any, key: str, val: Any, *groups: str
 ) -> tuple[str, Any]:
-  """Renames a layer's relative bias; `read_arrays` finds out whether the layers share it."""
-  return _name(f"{_layer(encdec, blocknum)}/relpos_bias/rel_embedding", slot), val
+  """Renames a parameter or, if its name ends with the suffix of a slot, a part of its Adafactor state."""
+  match: Any = pattern.match(key)
+  names = match.groupdict()
+  their_side, slot = names.get("side"), names["slot"]
+  names["side"] = side = "decoder" if their_side == "transformer" else their_side
+  if "layer" in names:
+    names["layer"] = f"{side}/layers_{int(names['layer'])}"
+  if "norm" in names:
+    names["norm"] = _NORMS[their_side][int(names["norm"])]
+  if "matrix" in names:
+    names["block"] = "attention" if side == "encoder" else _ATTENTIONS[names["block"]]
+    names["matrix"] = parameter_trees.ATTENTION_MATRICES[names["matrix"]]
+  name = template.format(**names)
+  return f"state/param_states/{name}/{_SLOTS[slot]}" if slot else f"target/{name}", val
 
 
-@t5_importer.add(_LAYERS + r"/layer_\d+/(SelfAttention|EncDecAttention)/(q|k|v|o)(\w*)")
-def attention_layers(
-  opts: Any, key: str, val: Any, encdec: str, blocknum: str, attntype: str, qkvo: str, slot: str
-) -> tuple[str, Any]:
-  """Renames a matrix of an attention block."""
-  names = {"SelfAttention": "self_attention", "EncDecAttention": "encoder_decoder_attention"}
-  block = "attention" if encdec == "encoder" else names[attntype]
-  matrix = parameter_trees.ATTENTION_MATRICES[qkvo]
-  return _name(f"{_layer(encdec, blocknum)}/{block}/{matrix}/kernel", slot), val
-
-
-@t5_importer.add(_LAYERS + r"/layer_\d+/DenseReluDense/(wi|wo)(?:_(\d+))?/kernel(\w*)")
-def mlpblock(
-  opts: Any, key: str, val: Any, encdec: str, blocknum: str, io_name: str, io_num: Any, slot: str
-) -> tuple[str, Any]:
-  """Renames a matrix of a feed-forward block."""
-  matrix = io_name if io_num is None else f"{io_name}_{io_num}"
-  return _name(f"{_layer(encdec, blocknum)}/mlp/{matrix}/kernel", slot), val
-
-
-@t5_importer.add(_LAYERS + r"/layer_(\d+)/(?:layer|rms)_norm/scale(\w*)")
-def layernorms(
-  opts: Any, key: str, val: Any, encdec: str, blocknum: str, lyrnum: str, slot: str
-) -> tuple[str, Any]:
-  """Renames the layer norm before a block."""
-  return _name(f"{_layer(encdec, blocknum)}/{_NORMS[encdec][int(lyrnum)]}/scale", slot), val
-
-
-@t5_importer.add(_SIDES + r"/(?:final_layer|rms)_norm/scale(\w*)")
-def final_layernorms(opts: Any, key: str, val: Any, encdec: str, slot: str) -> tuple[str, Any]:
-  """Renames the layer norm after the last layer."""
-  return _name(f"{_side(encdec)}/{_side(encdec)}_norm/scale", slot), val
-
-
-@t5_importer.add(r"(?:decoder|transformer)/logits/kernel(\w*)")
-def final_logits(opts: Any, key: str, val: Any, slot: str) -> tuple[str, Any]:
-  """Renames the output layer."""
-  return _name("decoder/logits_dense/kernel", slot), val
+for _name, _template in _PARAMETERS.items():
+  _pattern = re.compile(f"{_name}(?P<slot>{'|'.join(_SLOTS)})?$")
+  t5_importer.rules.append((_pattern, functools.partial(_rename, _pattern, _template)))
 
 
 def load_tf_ckpt(path: epath.PathLike) -> dict[str, LazyArray]:
@@ -185,7 +150,7 @@ def load_tf_ckpt(path: epath.PathLike) -> dict[str, LazyArray]:
   reader = call(tf.train.load_checkpoint, prefix)
   shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
   return {
-    name: LazyThreadPoolArray(
+    name: LazyArray(
       shapes[name], dtypes[name].as_numpy_dtype, functools.partial(call, reader.get_tensor, name)
     )
     for name in sorted(shapes)
