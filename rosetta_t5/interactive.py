@@ -12,13 +12,8 @@ import jax
 import numpy as np
 
 from rosetta_t5 import checkpoints, data
-from rosetta_t5.data.pipeline.inference_data import Example, default_preprocessors
-from rosetta_t5.inference.text_inference import (
-  Inferences,
-  InferenceType,
-  Preprocessors,
-  TextInference,
-)
+from rosetta_t5.data.pipeline.inference_data import Example, Preprocessors, default_preprocessors
+from rosetta_t5.inference.text_inference import Inferences, InferenceType, TextInference
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.console import log_model_info
 from rosetta_t5.trained_model import read_run

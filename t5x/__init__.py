@@ -22,9 +22,6 @@ class ReExports(types.ModuleType):
   A module's function `on_name_set`, if it has one, is called after each assignment to one of its names.
   """
 
-  # The names in `rosetta_t5` of each function or class that was replaced, by its name here.
-  _names_below: dict[str, set[str]]
-
   def __getattr__(self, name: str) -> Any:
     """Returns a module of `t5x`, as which T5X's modules import one another, or one of IMPORTED_NAMES.
 
@@ -46,26 +43,19 @@ class ReExports(types.ModuleType):
   def __setattr__(self, name: str, value: Any) -> None:
     if isinstance(value, types.ModuleType) and value.__name__ == f"{self.__name__}.{name}":
       value.__class__ = ReExports  # The import system sets a submodule when it has been imported.
-    elif name in vars(self):
-      self._replace_below(name, vars(self)[name], value)
+    elif callable(replaced := vars(self).get(name)):
+      _replace_below(replaced, value)
     super().__setattr__(name, value)
     if "on_name_set" in vars(self):
       self.on_name_set()
 
-  def _replace_below(self, name: str, old: Any, new: Any) -> None:
-    # These are found anew each time, because modules may have been imported since the last one.
-    found_in = [
-      (module, name_there)
-      for module in [m for m_name, m in sys.modules.items() if m_name.startswith("rosetta_t5.")]
-      for name_there, found in vars(module).items()
-      if found is old
-    ]
-    names_below = vars(self).setdefault("_names_below", {})
-    if callable(old) and not names_below.get(name):
-      names_below[name] = {name_there for _, name_there in found_in}
-    for module, name_there in found_in:
-      if name_there in names_below.get(name, ()):
-        setattr(module, name_there, new)
+
+def _replace_below(old: Any, new: Any) -> None:
+  """Replaces a function or class wherever a module of `rosetta_t5` has it."""
+  # Modules may have been imported since the last replacement.
+  for module in [m for name, m in sys.modules.items() if name.startswith("rosetta_t5.")]:
+    for name in [name for name, found in vars(module).items() if found is old]:
+      setattr(module, name, new)
 
 
 sys.modules[__name__].__class__ = ReExports

@@ -130,16 +130,6 @@ def intersect_state(
   return unflatten_state_dict({name: leaf for name, leaf in flat.items() if name in kept})
 
 
-def fake_param_info(maybe_tspec: Any) -> saved_items.ParameterInfo | None:
-  """Returns the description of an array that is read as a whole; None for None."""
-  if maybe_tspec is None:
-    return None
-  if not isinstance(maybe_tspec, ts.Spec):
-    return saved_items.ParameterInfo("")
-  shape = tuple(maybe_tspec.to_json()["metadata"]["shape"])
-  return saved_items.ParameterInfo("", shape=shape, ts_spec=maybe_tspec)
-
-
 class Checkpointer(OrbaxCheckpointManagerInterface):
   """Saves in Orbax's layout, and restores any layout (T5X's class).
 

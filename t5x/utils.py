@@ -8,17 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
-from etils import epath
 from flax import traverse_util
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen.partitioning import AxisMetadata
 from jax.experimental import multihost_utils
 from jax.experimental.multihost_utils import sync_global_devices
 
-from rosetta_t5 import data
 from rosetta_t5.checkpoints import *
-from rosetta_t5.checkpoints.checkpoint_folders import latest_step
 from rosetta_t5.checkpoints.saved_items import get_local_data
 from rosetta_t5.checkpoints.train_state_initializer import restore
 from rosetta_t5.config.command_line import run_main
@@ -27,47 +23,6 @@ from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.telemetry.console import log_model_info
 from rosetta_t5.training.schedules import create_learning_rate_scheduler
 from t5x.checkpoints import LegacyCheckpointManager
-
-
-def get_deterministic_dataset(
-  cfg: data.DatasetConfig,
-  shard_id: int,
-  num_shards: int,
-  feature_converter_cls: Any,
-  num_epochs: int | None = None,
-  continue_from_last_checkpoint: bool = True,
-  *,
-  model_dir: epath.PathLike | None = None,
-  start_step: int = 0,
-) -> Any:
-  """Returns the batches of `get_dataset`, a tf.data.Dataset, from that of the run's next step on.
-
-  T5X's gin files name this function, but the published T5X does not contain it. A run that continues
-  in MODEL_DIR skips the batches of its earlier steps without a stored position. Reading those again
-  takes time, so long runs should store the position (SaveCheckpointConfig.save_dataset = True). Two
-  runs get equal batches if they have the same `cfg.seed`.
-
-  Args:
-    cfg: the dataset.
-    shard_id: which shard of the data to read.
-    num_shards: the number of shards.
-    feature_converter_cls: see `get_dataset`.
-    num_epochs: passes over the data; None for an endless dataset.
-    continue_from_last_checkpoint: whether to start at the step of MODEL_DIR's last checkpoint.
-    model_dir: the folder of the run's checkpoints; None starts at `start_step`.
-    start_step: the step that uses the first batch of the data.
-
-  Raises:
-    ValueError: `get_dataset` cannot read the data, or the last checkpoint's step is before `start_step`.
-  """
-  dataset = data.get_dataset(cfg, shard_id, num_shards, feature_converter_cls, num_epochs)
-  last = latest_step(model_dir) if model_dir and continue_from_last_checkpoint else None
-  if last is None:
-    return dataset
-  if last < start_step:
-    raise ValueError(f"start_step must be at most {last}, the last checkpoint's, got {start_step}")
-  logging.info("Dataset '%s': skipping %d batches", cfg.name, last - start_step)
-  return dataset.skip(last - start_step)
 
 
 def flatten_dict_string_keys(x: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +96,8 @@ def extract_tokens_and_aux_values(inference_fn_outputs: Any) -> Inferences:
   def in_order(values: Sequence[Any]) -> list[Any]:
     return [values[position] for position in order]
 
-  def is_leaf(value: Any) -> bool:
-    return isinstance(value, (list, np.ndarray))
-
-  return in_order([output for _, output in pairs]), jax.tree.map(in_order, aux, is_leaf=is_leaf)
+  aux = jax.tree.map(in_order, aux, is_leaf=lambda x: isinstance(x, list | np.ndarray))
+  return in_order([output for _, output in pairs]), aux
 
 
 def find_first_checkpoint_step(

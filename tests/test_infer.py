@@ -298,13 +298,6 @@ def test_aux_of_scores_is_written_if_there_is_any(tmp_path):
   }
 
 
-def test_missing_chunk_is_not_ignored_by_the_merge(tmp_path):
-  for number in (0, 2):
-    (tmp_path / f"file-chunk{number:05}").write_text("x")
-  with pytest.raises(ValueError, match=r"are incomplete \(found \[0, 2\]\): remove that folder"):
-    merge_chunks_to_file(str(tmp_path), "file", str(tmp_path), None)
-
-
 @pytest.mark.parametrize("count", [4, pytest.param(100_002, marks=pytest.mark.slow)])
 def test_any_number_of_chunks_is_merged_also_if_the_name_has_brackets(tmp_path, count):
   for number in range(count):

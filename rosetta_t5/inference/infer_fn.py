@@ -72,7 +72,7 @@ def get_infer_fn(
     ValueError: the batch size is not divisible by the devices; from the function: `ds` is empty, or
       has a token id out of the model's range.
   """
-  buckets = check_buckets(input_length_buckets)
+  buckets = sorted(input_length_buckets or ())
   cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
   layout = partitioner.get_data_layout(batch_size)
   data_spec, params_axes = partitioner.data_partition_spec, train_state_axes.params
@@ -158,11 +158,6 @@ def as_numpy(ds: Iterable[Any]) -> Iterable[Any]:
   return ds.as_numpy_iterator() if hasattr(ds, "as_numpy_iterator") else ds
 
 
-def join_aux(a: PyTree, b: PyTree) -> PyTree:
-  """Concatenates the auxiliary values of two groups of examples, which are trees of lists."""
-  return jax.tree.map(operator.add, a, b, is_leaf=_is_list)
-
-
 def _unstack_result(result: PyTree, keep_aux_as_numpy: bool) -> list[Row]:
   """Splits a batch's results into rows, without the rows that fill up the last batch."""
   index_B, outputs = jax.tree.map(np.asarray, result)
@@ -192,7 +187,7 @@ def _in_order(rows: list[Row]) -> Any:
   pairs = list(zip(indices, outputs, strict=True))
   if aux[0] is None:
     return pairs
-  return pairs, jax.tree.map(lambda *values: list(values), *aux, is_leaf=_is_list)
+  return pairs, jax.tree.map(lambda *x: list(x), *aux, is_leaf=lambda x: isinstance(x, list))
 
 
 def _start_copy_to_host(x: jax.Array) -> jax.Array:
@@ -207,32 +202,18 @@ def array_to_lists(x: np.ndarray) -> Any:
   return (x.astype(np.float32) if x.dtype == jnp.bfloat16 else x).tolist()
 
 
-def _is_list(x: Any) -> bool:
-  return isinstance(x, list)
-
-
-def check_buckets(buckets: Sequence[int] | None, model: Any = None) -> tuple[int, ...]:
-  """Returns the buckets in ascending order, or () for None.
-
-  Args:
-    buckets: the lengths.
-    model: the model that computes the batches; None for one without experts.
+def check_buckets(buckets: Sequence[int] | None, model: Any) -> tuple[int, ...]:
+  """Returns the buckets, or () for None.
 
   Raises:
-    ValueError: they are not positive integers, or the model has experts, whose slots depend on the
-      length.
+    ValueError: the model has experts, whose slots depend on the length.
   """
-  buckets = () if buckets is None else buckets
-  if isinstance(buckets, int) or any(not isinstance(n, int) or n < 1 for n in buckets):
-    raise ValueError(
-      f"input_length_buckets must be positive lengths such as (64, 128, 256), or (), got {buckets!r}"
-    )
-  if buckets and model is not None and model.has_experts:
+  if buckets and model.has_experts:
     raise ValueError(
       f"input_length_buckets = {buckets!r} would change the results of a model with experts, because an "
       "expert has fewer slots for shorter rows: set it to ()"
     )
-  return tuple(sorted(buckets))
+  return tuple(buckets or ())
 
 
 def default_buckets(full_length: int) -> tuple[int, ...]:

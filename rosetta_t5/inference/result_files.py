@@ -242,31 +242,21 @@ def check_same_settings(
 def merge_chunks_to_file(
   output_dir: str, output_fname: str, tmp_dir: str, step: int | None
 ) -> None:
-  """Concatenates the chunks `tmp_dir/output_fname-chunk00000` and so on (T5X's function).
+  """Concatenates the chunks `tmp_dir/output_fname-chunk00000` and so on, up to a gap (T5X's function).
 
   Args:
     output_dir: the folder of the merged file.
     output_fname: the name of the merged file.
     tmp_dir: the folder of the chunks.
     step: the checkpoint's step. It is not used here, but functions that replace this one may use it.
-
-  Raises:
-    ValueError: there are no chunks, or one is missing.
   """
   del step
-  prefix = f"{output_fname}-chunk"
-  names = (file.name for file in epath.Path(tmp_dir).iterdir() if file.name.startswith(prefix))
-  ends = (name.removeprefix(prefix) for name in names)
-  numbers = sorted(int(end) for end in ends if end.isdigit())  # a `write_fn` may write more files
-  if not numbers or numbers != list(range(len(numbers))):
-    raise ValueError(
-      f"The chunks of {output_fname} in {tmp_dir} are incomplete (found {numbers}): remove that "
-      "folder and start the run again"
-    )
-  unfinished = epath.Path(tmp_dir) / f"{output_fname}.unfinished"
+  folder = epath.Path(tmp_dir)
+  chunks = (folder / f"{output_fname}-chunk{number:05}" for number in itertools.count())
+  unfinished = folder / f"{output_fname}.unfinished"
   with unfinished.open("wb") as merged:
-    for number in numbers:
-      with (epath.Path(tmp_dir) / f"{prefix}{number:05}").open("rb") as part:
+    for chunk in itertools.takewhile(lambda chunk: chunk.exists(), chunks):
+      with chunk.open("rb") as part:
         shutil.copyfileobj(part, merged)
   unfinished.replace(epath.Path(output_dir) / output_fname)
 

@@ -12,20 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from rosetta_t5.data.pipeline import inference_data
 from rosetta_t5.data.pipeline.datasets import token_limit
-from rosetta_t5.data.pipeline.inference_data import (
-  Example,
-  get_dataset_from_natural_text_examples,
-  iterate_chunks,
-)
+from rosetta_t5.data.pipeline.inference_data import Example, Preprocessors
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
-from rosetta_t5.inference.infer_fn import default_buckets, get_infer_fn, inference_step, join_aux
+from rosetta_t5.inference.infer_fn import default_buckets, get_infer_fn, inference_step
 from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.parallel import BasePartitioner
 
-Preprocessors = Sequence[Callable[..., Any]]
 Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
 
 
@@ -79,7 +75,7 @@ class TextInference:
 
   def datasets(self, examples: Sequence[Example], preprocessors: Preprocessors) -> tuple[Any, Any]:
     """Returns the examples twice: as a dataset with the task's features, and with the model's."""
-    dataset = get_dataset_from_natural_text_examples(
+    dataset = inference_data.get_dataset_from_natural_text_examples(
       examples, preprocessors, self._lengths, self.features
     )
     return dataset, self._converter(dataset, task_feature_lengths=self._lengths)
@@ -122,20 +118,14 @@ class TextInference:
       ValueError: `mode` is not an InferenceType.
     """
     infer_fn = self._infer_fn(mode, inference_kwargs)
-    vocabulary = self.features["targets"].vocabulary
-    inferences: list[tuple[Mapping[str, Any], Any]] = []
-    all_aux: dict[str, Any] = {}
-    datasets = self.datasets(examples, preprocessors)
-    for number, task_ds, model_ds in iterate_chunks(*datasets, self._batch_size):
-      rng = jax.random.fold_in(jax.random.PRNGKey(0), number)
-      result = infer_fn(model_ds.enumerate(), train_state, rng)
-      pairs, aux = result if isinstance(result, tuple) else (result, {})
-      outputs = [output for _, output in pairs]
-      if mode is InferenceType.PREDICT_WITH_AUX:
-        outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
-      inferences += zip(task_ds.as_numpy_iterator(), outputs, strict=True)
-      all_aux = join_aux(all_aux, aux) if all_aux else aux
-    return inferences, all_aux
+    task_ds, model_ds = self.datasets(examples, preprocessors)
+    result = infer_fn(model_ds.enumerate(), train_state, jax.random.PRNGKey(0))
+    pairs, aux = result if isinstance(result, tuple) else (result, {})
+    outputs = [output for _, output in pairs]
+    if mode is InferenceType.PREDICT_WITH_AUX:
+      vocabulary = self.features["targets"].vocabulary
+      outputs = [decode_tokens(vocabulary, tokens) for tokens in outputs]
+    return list(zip(task_ds.as_numpy_iterator(), outputs, strict=True)), aux
 
   def _infer_fn(self, mode: InferenceType, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     if not isinstance(mode, InferenceType):

@@ -216,8 +216,3 @@ def test_sources_are_shortened_to_the_path_in_the_model():
     "mlp/wi_0/wi_0._matmul/dot_general"
   )
   assert short_source(long) == "backward decoder/layers/mlp/wi_0/dot_general"
-
-
-def test_text_that_is_no_program_is_refused():
-  with pytest.raises(ValueError, match="no ENTRY computation"):
-    parse_program("not HLO")

@@ -70,7 +70,7 @@ NAMED = {
   "t5x.gin_utils": "summarize_gin_config",
   "t5x.trainer": "Trainer",
   "t5x.utils": "LegacyCheckpointManager TrainStateInitializer get_dataset "
-  "get_deterministic_dataset get_infer_fn get_training_eval_datasets",
+  "get_infer_fn get_training_eval_datasets",
 }
 # Modules that define the run functions or register tasks.
 _OTHER_MODULES = (

@@ -16,6 +16,7 @@ from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
 Example = str | Mapping[str, str]
+Preprocessors = Sequence[Callable[..., Any]]
 
 
 class InferenceData:
