@@ -132,9 +132,7 @@ def infer(
   # Results, task by task.
   infer_fn = functools.partial(
     get_infer_fn(
-      inference_step(
-        model, mode.replace("predict", "predict_batch").replace("score", "score_batch")
-      ),
+      inference_step(model, result_files.MODES[mode]),
       batch_size=batch_size,
       train_state_axes=initializer.train_state_axes,
       partitioner=partitioner,

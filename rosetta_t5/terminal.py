@@ -175,10 +175,14 @@ def progress_bar(
 
 
 def track(
-  items: Iterable[T], label: str, *total_and_unit: Any, **options: Any
+  items: Iterable[T],
+  label: str,
+  total: float | None = None,
+  unit: str = "",
+  stream: IO[str] | None = None,
 ) -> Generator[T, None, None]:
   """Yields the items, and shows how many have been used; the arguments are those of `progress_bar`."""
-  with progress_bar(label, *total_and_unit, **options) as bar:
+  with progress_bar(label, total, unit, stream=stream) as bar:
     for item in items:
       yield item
       bar.advance()
@@ -265,6 +269,18 @@ def machine_path(text: str) -> str:
   if "://" in text:
     raise argparse.ArgumentTypeError(f"must be a path on this machine, got {text!r}")
   return text
+
+
+def output_file(path: str) -> str:
+  """Returns the path of a file that can be written; checked at the start, so that no result is lost.
+
+  Raises:
+    ArgumentTypeError: there is something else at the path, or no folder for it.
+  """
+  exists, folder = os.path.exists(path), os.path.dirname(path) or "."
+  if not os.path.isdir(folder) or (exists and not os.path.isfile(path)):
+    raise argparse.ArgumentTypeError(f"{path} must be a file in a folder that exists")
+  return path
 
 
 def feature_lengths(text: str) -> dict[str, int]:

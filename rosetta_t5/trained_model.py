@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import checkpoints, config, data, terminal
+from rosetta_t5.argument_types import near_hint
 from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.configuration import configure
@@ -82,7 +83,8 @@ def read_run(
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
   path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
   if not path.is_dir():
-    raise ValueError(f"There is no folder {model_dir}: {_ADVICE}")
+    siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
+    raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
   # The folder is a MODEL_DIR, or a checkpoint in one.
   files = (path / "config.gin", path.parent / "config.gin")
   config_file = next(filter(pathlib.Path.is_file, files), None)

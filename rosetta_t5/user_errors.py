@@ -163,8 +163,7 @@ def _message(error: Exception) -> str:
   if isinstance(error, OSError) and error.strerror:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
   if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-    lacking = (
-      "space on the disk" if "No space left" in text else "memory"
-    )  # TensorStore's code for both
+    # TensorStore has one code for memory and disks.
+    lacking = "space on the disk" if "No space left" in text else "memory"
     return f"there is not enough {lacking}: {text.removeprefix('RESOURCE_EXHAUSTED: ')}"
   return text

@@ -128,6 +128,11 @@ def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, mon
     ("report loop", 1, "loop contains no metrics of a run: give a MODEL_DIR"),
     ("check binary", 2, "binary cannot be read as a gin file"),
     ("ckpt show text.txt", 1, "text.txt is not a checkpoint: it is a file of another kind"),
+    (
+      "ckpt ls fodler",
+      1,
+      "fodler is not a checkpoint: there is no such file or folder (did you mean",
+    ),
     ("ckpt show folder", 1, "folder is not a checkpoint: the folder is empty"),
     ("bench --json folder", 2, "--json: folder must be a file in a folder that exists"),
     (

@@ -431,11 +431,20 @@ def wait_for_results(path, process):
 def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_opened(tmp_path, capfd):
   (tmp_path / "rows.txt").write_text("a text\n")
   os.mkfifo(tmp_path / "pipe")
-  no_file = "--output must be a file, or - for standard output"
-  for output, why in (("absent/out.jsonl", "No such file"), (".", no_file), ("pipe", no_file)):
+  for output in ("absent/out.jsonl", ".", "pipe"):
     with pytest.raises(SystemExit):
       infer("no model", "--input", tmp_path / "rows.txt", "--output", tmp_path / output)
+    assert "must be a file in a folder that exists" in capfd.readouterr().err
+
+
+def test_without_a_model_no_output_is_created(tmp_path, capfd):
+  (tmp_path / "rows.txt").write_text("a text\n")
+  (tmp_path / "run").mkdir()
+  for folder, why in (("rum", "(did you mean 'run'?)"), ("run", "the folder is empty")):
+    with pytest.raises(SystemExit):
+      infer(tmp_path / folder, "--input", tmp_path / "rows.txt", "--output", tmp_path / "out")
     assert why in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_template_that_does_not_fit_a_row_is_refused(model_dir, rows_file, capfd):

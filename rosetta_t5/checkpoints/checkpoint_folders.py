@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5.argument_types import near_hint
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
@@ -223,7 +224,8 @@ def _detect_by_index(index: epath.Path) -> CheckpointTypes | None:
 def describe(path: epath.Path) -> str:
   """Describes what is at `path`, where a checkpoint is expected, and which path to give."""
   if not path.exists():
-    return "there is no such file or folder"
+    siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    return f"there is no such file or folder{near_hint(path.name, siblings)}"
   if not path.is_dir():
     return "it is a file of another kind"
   if steps := all_steps(path):

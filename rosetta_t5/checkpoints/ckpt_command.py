@@ -44,6 +44,8 @@ def list_steps(path: epath.PathLike) -> int:
   """Prints a line for each checkpoint in a folder, or for the one at `path`."""
   steps = checkpoint_folders.all_steps(path)
   folders = [checkpoint_folders.checkpoint_path(path, step) for step in steps] or [epath.Path(path)]
+  if not folders[0].exists():
+    raise ValueError(f"{path} is not a checkpoint: {checkpoint_folders.describe(folders[0])}")
   for folder in folders:
     layout = checkpoint_folders.find_checkpoint_type(folder)
     notes = [layout.value if layout else "NOT A CHECKPOINT: unknown layout or damaged"]

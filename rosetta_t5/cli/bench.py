@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.run_metrics import peak_flops, training_flops_of
-from rosetta_t5.terminal import positive_integer
+from rosetta_t5.terminal import output_file, positive_integer
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -220,7 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   dtypes = ("bfloat16", "float32")
   add("--dtype", choices=dtypes, default=dtypes[0], help="of activations (default: bfloat16)")
   add("--steps", type=positive_integer, default=steps, help="training steps (default: %(default)s)")
-  add("--json", type=_new_file, metavar="OUT", help="file for the result")
+  add("--json", type=output_file, metavar="OUT", help="file for the result")
   add("--kernel", choices=ATTENTION_KERNELS, default="auto", help="the attention kernel")
   add("--remat", choices=REMAT_POLICIES, default="none", help="T5Config.remat_policy")
   add("--loss-chunk", type=positive_integer, help="target positions whose logits exist at a time")
@@ -230,10 +229,3 @@ def add_arguments(parser: argparse.ArgumentParser, steps: int = 40) -> None:
   add("--fuse-qkv", action="store_true", help="one matmul for queries, keys and values")
   add("--pack", action="store_true", help="two examples per row")
   parser.set_defaults(run=_run)
-
-
-def _new_file(path: str) -> str:
-  # Checked at the start, so that no measurement is lost.
-  if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
-    raise argparse.ArgumentTypeError(f"{path} must be a file in a folder that exists")
-  return path

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from rosetta_t5 import __version__
-from rosetta_t5.terminal import begin, option_names
+from rosetta_t5.terminal import begin, machine_path, option_names, output_file
 from rosetta_t5.user_errors import DEBUG_VARIABLE, did_you_mean, exit_on_user_error
 
 _HELP = ("-h", "--help")
@@ -269,7 +269,8 @@ def _print_completion(options: argparse.Namespace) -> int:
   for name, verb in VERBS.items():
     add_arguments(verbs.add_parser(name, help=verb.help), name, with_flags=True)
   for action in _actions_of(parser):
-    if action.nargs != 0 and action.type is None and action.choices is None:
+    is_text = action.type in (None, machine_path, output_file)
+    if action.nargs != 0 and is_text and action.choices is None:
       action.complete = shtab.FILE  # type: ignore[attr-defined]
   script = shtab.complete(parser, options.shell)
   if options.shell == "zsh":  # It accepts --option value, too, where the script says `--option=`.

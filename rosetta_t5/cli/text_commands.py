@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from rosetta_t5 import terminal
 from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.files import exclusive_output
-from rosetta_t5.terminal import positive_integer, positive_number
+from rosetta_t5.terminal import output_file, positive_integer, positive_number
 
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
@@ -33,7 +33,11 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--template", help="makes the model's input of a row's columns: 'question: {question}'")
   add("--targets", help="makes the target of a row's columns; the target is then scored")
   add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
-  add("--output", help="a file, or - for stdout (the default); an existing file is continued")
+  add(
+    "--output",
+    type=output_file,
+    help="a file, or - for stdout (the default); an existing file is continued",
+  )
   add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
   add_length_options(add)
@@ -74,12 +78,11 @@ def infer(options: argparse.Namespace) -> int:
       if isinstance(file, io.TextIOWrapper):
         file.reconfigure(encoding="utf-8")
     else:
-      if os.path.exists(options.output) and not os.path.isfile(options.output):
-        raise ValueError(f"--output must be a file, or - for standard output, got {options.output}")
+      settings = _settings_of(options)  # Without a checkpoint, no file is created.
       terminal.tolerate_lost_output()
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))
-      _skip_completed(options, rows)
+      _skip_completed(options.output, settings, rows)
     model = open_model_dir(options.model_dir, options.flags, options.trust)
     apply_decoding_options(options, model.model)
     results = _infer_rows(model, rows, options)
@@ -163,7 +166,7 @@ def _to_json(value: Any) -> str:
   return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
-def _skip_completed(options: argparse.Namespace, rows: Iterator[Row]) -> None:
+def _skip_completed(output: str, settings: dict[str, Any], rows: Iterator[Row]) -> None:
   """Skips the rows whose results an earlier call has written, and removes its unfinished line.
 
   Raises:
@@ -171,7 +174,6 @@ def _skip_completed(options: argparse.Namespace, rows: Iterator[Row]) -> None:
   """
   from rosetta_t5.inference.result_files import check_same_settings
 
-  output, settings = options.output, _settings_of(options)
   file = pathlib.Path(f"{output}.settings.json")
   lines = pathlib.Path(output).read_bytes().splitlines(keepends=True)
   if lines and not file.exists():
@@ -198,8 +200,10 @@ def _skip_completed(options: argparse.Namespace, rows: Iterator[Row]) -> None:
 def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
   """Returns what determines the results, besides the input."""
   from rosetta_t5.checkpoints import fingerprint, resolve_checkpoint
+  from rosetta_t5.checkpoints.checkpoint_folders import detect_checkpoint_type
 
   checkpoint = resolve_checkpoint(options.model_dir)
+  detect_checkpoint_type(checkpoint)
   names = [name for name in (*OPTIONS, *DECODING_OPTIONS) if name != "output"]
   given = {f"--{name}": getattr(options, name) for name in names}
   return {

@@ -8,7 +8,7 @@ import glob
 import importlib
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +27,11 @@ from rosetta_t5.user_errors import did_you_mean, reason_of
 # The errors of TensorFlow about files that are damaged, missing or not readable.
 _FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
 # The modules that may be imported; None for all.
-_importable: Container[str] | None = None
+_importable: Collection[str] | None = None
+
+
+class _UntrustedModule(str):
+  """A module that a file from elsewhere names. It remains one when the file has been read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,10 @@ class DatasetConfig:
   num_workers: NonNegative = 0
   allow_truncated_targets: bool = False
 
+  def __post_init__(self) -> None:
+    if _importable is not None and self.module not in (None, *_importable):
+      object.__setattr__(self, "module", _UntrustedModule(self.module))
+
   @property
   def name(self) -> str:
     """The name of the task or mixture."""
@@ -84,7 +92,7 @@ class DatasetConfig:
 
 
 @contextlib.contextmanager
-def imports_limited_to(modules: Container[str] | None) -> Iterator[None]:
+def imports_limited_to(modules: Collection[str] | None) -> Iterator[None]:
   """Limits what `import_module` imports inside the `with`; None for no limit."""
   global _importable
   before, _importable = _importable, modules
@@ -101,7 +109,8 @@ def import_module(module: str) -> Any:
     ValueError: the module does not exist, or is named by a file that is not trusted.
       Errors inside the module are raised unchanged.
   """
-  if _importable is not None and module not in _importable and module not in sys.modules:
+  is_limited = isinstance(module, _UntrustedModule) or module not in (_importable or [module])
+  if is_limited and module not in sys.modules:
     raise ValueError(
       f"The module {module!r} (DatasetConfig.module) is not imported, because the file that names it "
       f"may be from elsewhere. If you trust it, add --trust"

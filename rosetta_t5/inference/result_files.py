@@ -27,7 +27,11 @@ from rosetta_t5.inference.infer_fn import array_to_lists
 
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 
-MODES = ("predict", "score", "predict_with_aux")
+MODES = {  # → the method of the model
+  "predict": "predict_batch",
+  "score": "score_batch",
+  "predict_with_aux": "predict_batch_with_aux",
+}
 COMPLETED = ".COMPLETED"
 _SETTINGS = "settings.json"
 _PRETOKENIZED = "_pretokenized"

@@ -62,6 +62,7 @@ def test_a_file_that_includes_itself_is_refused(write):
     ("A = 1\nB = [1,\n", ["invalid gin syntax", "main.gin, line "]),
     ("A = 1\nB == 2", ["invalid gin syntax", "main.gin, line 2:  B == 2"]),
     ("A = 1\n  B 2", ["invalid gin syntax", "main.gin, line 2:  B 2"]),
+    ("A = " + "[" * 2000 + "]" * 2000, ["main.gin", "nested"]),
     ("A = $x", ["invalid gin syntax", "main.gin, line 1:  A = $x"]),
     ("A = 'x", ["invalid gin syntax", "main.gin, line 1:  A = 'x"]),
     (

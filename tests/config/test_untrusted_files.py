@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -17,6 +18,7 @@ from rosetta_t5.config.language.allow_list import CALLED, NAMED, find_public, li
 from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import NAME, read_model_file, write_model_file
+from rosetta_t5.data import DatasetConfig, find_task_or_mixture
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.files import CHECKSUMS_NAME, DamagedFileError
 from rosetta_t5.trained_model import read_run, train
@@ -114,7 +116,9 @@ def test_what_is_only_passed_on_cannot_be_called_by_what_is_called(hostile, writ
   assert "write_warmup_examples is not on the list of what may be called" in errors
 
 
-def test_a_value_that_names_a_module_does_not_import_it(hostile, write, capsys, monkeypatch):
+def test_a_function_that_imports_what_its_argument_names_is_not_called(
+  hostile, write, capsys, monkeypatch
+):
   monkeypatch.syspath_prepend(hostile.parent)  # as `python -m` does
   text = """
 from t5x import utils
@@ -132,10 +136,19 @@ utils.DatasetConfig:
   shuffle = False
   seed = 0
 """
-  assert "The module 'evil' (DatasetConfig.module) is not imported" in check(text, write, capsys)
+  assert "get_vocabulary is not on the list" in check(text, write, capsys)
   assert not hostile.exists()
   check(text, write, capsys, trust=True)
   assert hostile.exists()
+
+
+def test_a_module_that_a_file_names_is_not_imported_after_the_file_is_read(hostile, monkeypatch):
+  monkeypatch.syspath_prepend(hostile.parent)
+  with limited_to_list():
+    cfg = DatasetConfig("none", None, "train", 8, False, 0, module="evil")
+  with pytest.raises(ValueError, match=r"module 'evil' .* is not imported, .* --trust"):
+    find_task_or_mixture(dataclasses.replace(cfg, split="test"))
+  assert not hostile.exists()
 
 
 def test_a_trusted_file_is_run(hostile, write, monkeypatch):
@@ -215,22 +228,17 @@ def test_a_folder_is_opened_from_its_model_file(model_file, hostile, monkeypatch
   assert not hostile.exists()
 
 
-def test_a_call_in_a_model_file_imports_no_module_that_its_arguments_name(
-  model_file, hostile, monkeypatch
-):
+def test_a_module_that_a_model_file_names_is_not_imported(model_file, hostile, monkeypatch):
   monkeypatch.syspath_prepend(hostile.parent)
   file = model_file[1]
   (file.parent / CHECKSUMS_NAME).unlink()
   sizes = {"mixture_or_task_name": "x", "task_feature_lengths": {}, "split": "train"}
   data = {"@call": "t5x.utils.DatasetConfig", **sizes, "batch_size": 1, "shuffle": False}
   content = json.loads(file.read_text())
-  content["model"] = {
-    "@call": "t5x.utils.get_vocabulary",
-    "cfg": {**data, "seed": 0, "module": "evil"},
-  }
+  content["train_dataset_cfg"] = {**data, "seed": 0, "module": "evil"}
   file.write_text(json.dumps(content))
-  with pytest.raises(ConfigError, match="evil"):
-    _ = read_model_file(file)["model"]
+  with pytest.raises(ValueError, match="'evil'"):
+    find_task_or_mixture(read_model_file(file)["train_dataset_cfg"])
   assert not hostile.exists()
 
 

@@ -24,7 +24,7 @@ from rosetta_t5.config.t5x_surface import RUN_FUNCTION_MODULES
 from rosetta_t5.user_errors import ConfigError
 
 # The names in each module that gin may call. Whatever their arguments are, they only compute: none of
-# them writes, deletes, sends, or calls anything but the functions that it gets as arguments.
+# them imports, writes, deletes, sends, or calls anything but the functions that it gets as arguments.
 CALLED = {
   "jax.nn": "gelu relu sigmoid silu softplus tanh",
   "jax.nn.initializers": "constant lecun_normal normal ones truncated_normal uniform "
@@ -55,10 +55,9 @@ CALLED = {
   "t5x.te_helper": "TransformerEngineConfig",
   "t5x.trainer": "EarlyStoppingAction TerminateOnNanAction",
   "t5x.utils": "CheckpointConfig DatasetConfig RestoreCheckpointConfig SaveCheckpointConfig "
-  "create_learning_rate_scheduler get_vocabulary round_vocab_size_to_multiple "
-  "verify_matching_vocabs",
+  "create_learning_rate_scheduler round_vocab_size_to_multiple",
 }
-# The names that gin may pass as arguments but not call, because they may write files.
+# The names that gin may pass as arguments but not call, because they may write files or import modules.
 NAMED = {
   "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
   "rosetta_t5.telemetry.trackers": "WandbWriter",
@@ -70,7 +69,7 @@ NAMED = {
   "t5x.gin_utils": "summarize_gin_config",
   "t5x.trainer": "Trainer",
   "t5x.utils": "LegacyCheckpointManager TrainStateInitializer get_dataset "
-  "get_infer_fn get_training_eval_datasets",
+  "get_infer_fn get_training_eval_datasets get_vocabulary verify_matching_vocabs",
 }
 # Modules that define the run functions or register tasks.
 _OTHER_MODULES = (

@@ -260,6 +260,8 @@ def _parse(text: str, name: str) -> Iterator[Any]:
   """Yields the statements of gin's own parser. Its syntax errors become ConfigErrors."""
   try:
     yield from config_parser.ConfigParser(text, _KeepNames())
+  except RecursionError as error:
+    raise ConfigError(f"{name} has a value that is nested too deeply: {error}") from error
   except (SyntaxError, tokenize.TokenError) as error:
     # Gin adds the token to Python's message, "malformed node or string: <ast.Name object at 0x…>".
     message = str(error.args[0]).splitlines()[-1].strip()
