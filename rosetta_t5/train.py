@@ -10,32 +10,21 @@ from typing import Any
 
 import jax
 
-from rosetta_t5 import checkpoints, config, data, distributed, terminal
+from rosetta_t5 import checkpoints, config, data, distributed, out_of_memory, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, Steps
 from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
 from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
-from rosetta_t5.out_of_memory import (
-  INITIALIZATION,
-  TRAINING,
-  check_state_fits,
-  explain_out_of_memory,
-)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.workload import pipeline_notes
-from rosetta_t5.telemetry.console import (
-  describe_setup,
-  describe_training,
-  log_model_info,
-  log_start,
-)
+from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
-from rosetta_t5.training.actions import ActionMode, BaseAction, automatic_garbage_collection
+from rosetta_t5.training.actions import ActionMode, BaseAction
 from rosetta_t5.training.losses import microbatch_warning
 
 
@@ -139,19 +128,29 @@ def train(
   init_rng, trainer_rng = jax.random.split(jax.random.PRNGKey(seed), 2)
 
   # The first half of the header. TensorFlow needs seconds until the other half is known.
-  setup = describe_setup(partitioner, train_dataset_cfg, save_cfg, model_dir)
+  setup = console.describe_setup(partitioner, train_dataset_cfg, save_cfg, model_dir)
   terminal.print_line(setup)
 
   # Data. The feed draws its first batch in the background, and the evaluations read their data.
   train_cfg = dataclasses.replace(train_dataset_cfg, seed=data_seed)
   data.check_same_files(train_cfg, train_eval_dataset_cfg, infer_eval_dataset_cfg)
-  facts = {"random_seed": seed, "train_dataset_seed": data_seed}
-  facts |= _check_model(verify, train_cfg, model, restore_cfg, restore_path)
+  facts: dict[str, Any] = {"random_seed": seed, "train_dataset_seed": data_seed}
+  digests = data.vocabulary_digests(model) if verify is not None else {}
+  checkpoints.check_model(model, digests, restore_cfg)
+  if verify is not None:
+    verify(train_cfg, model)
+    facts[checkpoints.VOCABULARIES] = digests
+  if restore_path and (source := checkpoints.read_source_config(restore_path)):
+    facts[checkpoints.SOURCE_CONFIG] = source
   feed = data.training_feed(get_dataset_fn, train_cfg, model, partitioner, checkpoint_cfg)
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
   evaluation = LossEvaluation(
-    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
+    cfg=train_eval_dataset_cfg,
+    get_datasets=train_eval_get_dataset_fn,
+    num_batches=eval_steps,
+    model=model,
+    partitioner=partitioner,
   )
   predictions = PredictionEvaluation(
     infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, model_dir, verify
@@ -165,8 +164,8 @@ def train(
     input_types=jax.tree.map(lambda spec: spec.dtype, feed.element_spec),
     partitioner=partitioner,
   )
-  with explain_out_of_memory(INITIALIZATION):
-    check_state_fits(initializer, partitioner)
+  with out_of_memory.explain_out_of_memory(out_of_memory.INITIALIZATION):
+    out_of_memory.check_state_fits(initializer, partitioner)
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       initializer, partitioner, restore_cfg, restore_path, init_rng, save_cfg, model_dir, feed
     )
@@ -196,20 +195,21 @@ def train(
   )
   del state
   computation, steps = describe_computation(model, fp8, kernel), (first_step, total_steps)
-  description = describe_training(
-    model,
-    trainer.train_state.params,
-    feed.element_spec,
-    steps,
-    manager.restored_from if manager is not None else None,
-    describe_examples(total_steps - first_step),
-    computation,
-    _header_notes(model, model_dir, feed.element_spec, trainer, partitioner),
+  description = console.describe_training(
+    model=model,
+    params=trainer.train_state.params,
+    batch=feed.element_spec,
+    steps=steps,
+    restored_from=manager.restored_from if manager is not None else None,
+    examples=describe_examples(total_steps - first_step),
+    computation=computation,
+    notes=_header_notes(model, model_dir, feed.element_spec, trainer, partitioner),
   )
   terminal.print_line(description)
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
+    model=model,
     trainer=trainer,
     train_state_axes=initializer.train_state_axes,
     feed=feed,
@@ -218,27 +218,29 @@ def train(
     concurrent_metrics=concurrent_metrics,
     manager=manager if save_cfg else None,
     actions=actions,
-    run_metrics=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
+    measure_run=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
     model_dir=model_dir,
     first_step=first_step,
     total_steps=total_steps,
     run_started=run_started,
+    save_cfg=save_cfg,
+    eval_period=eval_period,
+    stats_period=stats_period,
+    gc_period=gc_period,
+    run_eval_before_training=run_eval_before_training,
     num_eval_samples=num_eval_samples,
   )
   if first_step < total_steps:
-    log_start(model_dir, setup, description, partitioner, feed.element_spec, steps, computation)
-    with loop.log_failure(), explain_out_of_memory(TRAINING):
+    console.log_start(
+      model_dir, setup, description, partitioner, feed.element_spec, steps, computation
+    )
+    with loop.log_failure(), out_of_memory.explain_out_of_memory(out_of_memory.TRAINING):
       loop.compile()
-      log_model_info(os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner)
+      console.log_model_info(
+        os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner
+      )
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
-      with automatic_garbage_collection(enabled=not gc_period):
-        loop.run(
-          save_cfg=save_cfg,
-          eval_period=eval_period,
-          stats_period=stats_period,
-          gc_period=gc_period,
-          run_eval_before_training=run_eval_before_training,
-        )
+      loop.run()
   return loop.finish()
 
 
@@ -248,11 +250,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _header_notes(
-  model: Any,
-  model_dir: str,
-  batch: Mapping[str, Any],
-  trainer: Any,
-  partitioner: BasePartitioner,
+  model: Any, model_dir: str, batch: Any, trainer: Any, partitioner: Any
 ) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
   changing = filter(os.environ.get, CHANGES_NUMBERS)
@@ -260,20 +258,3 @@ def _header_notes(
   notes += microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)
   notes += fp8_notes(model, batch, partitioner.mesh.shape)
   return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
-
-
-def _check_model(
-  verify: Callable[..., None] | None,
-  train_cfg: data.DatasetConfig,
-  model: BaseModel,
-  restore_cfg: checkpoints.RestoreCheckpointConfig | None,
-  restore_path: str | None,
-) -> dict[str, Any]:
-  """Checks that task, model and checkpoint fit together; returns the run facts about the model."""
-  digests = data.vocabulary_digests(model) if verify is not None else {}
-  checkpoints.check_model(model, digests, restore_cfg)
-  if verify is not None:
-    verify(train_cfg, model)
-  source = checkpoints.read_source_config(restore_path) if restore_path else {}
-  facts = {checkpoints.VOCABULARIES: digests, checkpoints.SOURCE_CONFIG: source}
-  return {name: fact for name, fact in facts.items() if fact}

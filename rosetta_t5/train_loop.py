@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,27 +17,59 @@ from clu import values as clu_values
 from rosetta_t5 import checkpoints, distributed, terminal
 from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
+from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
-from rosetta_t5.telemetry import console
-from rosetta_t5.telemetry.console import log_event, run_summary
+from rosetta_t5.telemetry import console, run_metrics
 from rosetta_t5.telemetry.metrics_manager import as_floats
-from rosetta_t5.telemetry.run_metrics import (
-  FEED_WAIT,
-  RunMetrics,
-  raise_if_nonfinite,
-  skips_in_a_row,
-  with_skipped_steps,
-)
 from rosetta_t5.training import BaseTrainer, TrainState
-from rosetta_t5.training.actions import (
-  ActionMode,
-  BaseAction,
-  Hook,
-  run_actions,
-  run_due_hooks,
-  stopping_steps,
-)
+from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.losses import METRIC_PER_TOKEN
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+  """A function that runs after certain steps.
+
+  Attributes:
+    run: called as run(step).
+    period: the hook is due after each multiple of this many steps; None or 0 for never.
+    steps: additional steps after which the hook is due.
+    at_end: whether the hook is also due after the last step.
+  """
+
+  run: Callable[[int], object]
+  period: int | None = None
+  steps: Collection[int] = ()
+  at_end: bool = False
+
+  def is_due(self, step: int, last_step: int) -> bool:
+    """Returns whether the hook runs after `step`."""
+    is_end = self.at_end and step == last_step
+    return is_end or step in self.steps or bool(self.period and step % self.period == 0)
+
+
+def stopping_steps(
+  first_step: int, last_step: int, hooks: Sequence[Hook], period: int | None = None
+) -> Iterator[int]:
+  """Yields the steps after which training stops to run hooks or to report metrics, in order.
+
+  Args:
+    first_step: the number of steps completed before.
+    last_step: the number of steps completed at the end; always the last of the yielded steps.
+    hooks: training stops after each step after which one of them is due.
+    period: training also stops after each multiple of this many steps.
+  """
+  for step in range(first_step + 1, last_step + 1):
+    is_regular_stop = step == last_step or (period and step % period == 0)
+    if is_regular_stop or any(hook.is_due(step, last_step) for hook in hooks):
+      yield step
+
+
+def run_due_hooks(hooks: Sequence[Hook], step: int, last_step: int) -> None:
+  """Runs the hooks that are due after `step`, in their order."""
+  for hook in hooks:
+    if hook.is_due(step, last_step):
+      hook.run(step)
 
 
 @dataclasses.dataclass
@@ -45,6 +77,7 @@ class TrainLoop:
   """Trains for ranges of steps, and runs the hooks that are due between them.
 
   Attributes:
+    model: the model; the loop needs its optimizer's limits and the unit of its loss.
     trainer: holds the train state and runs the steps.
     train_state_axes: the train state with a PartitionSpec in place of each array.
     feed: the training batches, without end.
@@ -53,14 +86,20 @@ class TrainLoop:
     concurrent_metrics: whether training continues while metrics of predictions are computed.
     manager: saves checkpoints; None saves none.
     actions: users' actions, which see the metrics and can end the run.
-    run_metrics: metrics that the steps do not measure.
+    measure_run: computes the metrics that the steps do not measure.
     model_dir: the folder of all output.
     first_step: the number of steps completed before the run.
     total_steps: the number of steps completed when the run ends.
     run_started: `time.monotonic()` at the start of the run.
+    save_cfg: which steps `manager` saves besides the first and the last.
+    eval_period: steps between evaluations; 0 evaluates only the last step.
+    stats_period: steps between reports of metrics; None for eval_period or a twentieth of the run.
+    gc_period: steps between garbage collections; 0 leaves Python's automatic collection enabled.
+    run_eval_before_training: whether to evaluate before the first step.
     num_eval_samples: the number of sample predictions of each task at an evaluation.
   """
 
+  model: BaseModel
   trainer: BaseTrainer
   train_state_axes: Any
   feed: Any
@@ -69,11 +108,16 @@ class TrainLoop:
   concurrent_metrics: bool
   manager: checkpoints.OrbaxCheckpointManagerInterface | None
   actions: Mapping[ActionMode | str, Sequence[BaseAction]] | None
-  run_metrics: RunMetrics
+  measure_run: run_metrics.RunMetrics
   model_dir: str
   first_step: int
   total_steps: int
   run_started: float
+  save_cfg: checkpoints.SaveCheckpointConfig | None
+  eval_period: int
+  stats_period: int | None
+  gc_period: int = 0
+  run_eval_before_training: bool = False
   num_eval_samples: int = 0
 
   def __post_init__(self) -> None:
@@ -88,7 +132,7 @@ class TrainLoop:
     self._progress = console.Progress(
       self.first_step,
       self.total_steps,
-      loss_per_token=METRIC_PER_TOKEN.get(self.evaluation.model.loss_normalizing_factor, ""),
+      loss_per_token=METRIC_PER_TOKEN.get(self.model.loss_normalizing_factor, ""),
     )
     self._samples = SampleLog(self.num_eval_samples, self.model_dir)
     self._interruption = distributed.InterruptionListener()
@@ -100,7 +144,7 @@ class TrainLoop:
     try:
       yield
     except Exception as error:
-      log_event(self.model_dir, "end", step=self._step, reason="failed", error=str(error))
+      console.log_event(self.model_dir, "end", step=self._step, reason="failed", error=str(error))
       raise
 
   def compile(self) -> None:
@@ -110,33 +154,30 @@ class TrainLoop:
       self.trainer.compile_train(self.feed.element_spec)
     self.predictions.wait_until_read()
 
-  def run(
-    self,
-    *,
-    save_cfg: checkpoints.SaveCheckpointConfig | None,
-    eval_period: int,
-    stats_period: int | None,
-    gc_period: int,
-    run_eval_before_training: bool,
-  ) -> None:
+  def run(self) -> None:
     """Trains until `total_steps`, an interruption, or an action that ends the run."""
-    evaluate = Hook(self._evaluate, eval_period, at_end=True)
-    hooks = [evaluate, Hook(lambda _: gc.collect(), gc_period)]
-    if save_cfg is not None:
+    evaluate = Hook(self._evaluate, self.eval_period, at_end=True)
+    hooks = [evaluate, Hook(lambda _: gc.collect(), self.gc_period)]
+    if (cfg := self.save_cfg) is not None:
       # Checkpoints come first: an evaluation that fails must not lose the steps before it.
-      hooks.insert(0, Hook(self._save, save_cfg.period, save_cfg.checkpoint_steps or ()))
+      hooks.insert(0, Hook(self._save, cfg.period, cfg.checkpoint_steps or ()))
     with (
       checkpoints.finish_saves_on_error(self.manager),
       self._progress,
       self._interruption,
       self._watchdog,
+      contextlib.ExitStack() as at_end,
     ):
+      if self.gc_period:
+        # Python's own collections, at different times on different hosts, would make all hosts wait for each.
+        gc.disable()
+        at_end.callback(gc.enable)
       self._save(self.first_step)
       try:
-        if run_eval_before_training:
+        if self.run_eval_before_training:
           self._evaluate(self.first_step)
         period = max(1, (self.total_steps - self.first_step) // 20)  # for 20 reports
-        report_period = stats_period or min(period, eval_period or period)
+        report_period = self.stats_period or min(period, self.eval_period or period)
         for stop in stopping_steps(self.first_step, self.total_steps, hooks, report_period):
           self._train_until(stop)
           run_due_hooks(hooks, self._step, self.total_steps)
@@ -164,7 +205,7 @@ class TrainLoop:
       if (latest := self.manager.latest_step()) is not None:
         checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
     terminal.print_line(
-      run_summary(
+      console.run_summary(
         steps=(self.first_step, self._step),
         seconds=time.monotonic() - self.run_started,
         losses=(self._progress.first_loss, self._progress.last_loss),
@@ -174,7 +215,7 @@ class TrainLoop:
     )
     if self.first_step < self.total_steps:
       reason = "interrupted" if self._is_interrupted else "finished"
-      log_event(self.model_dir, "end", step=self._step, reason=reason)
+      console.log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:
       hint = "run the same command to continue" if self.manager else "no checkpoint was saved"
       terminal.print_line(f"interrupted  after step {self._step}: {hint}")
@@ -197,22 +238,20 @@ class TrainLoop:
       )
     self._check_interruption()
     state = self.trainer.train_state
-    run_metrics = self.feed.measures() | self.run_metrics(self._step, values, state)
-    run_metrics[FEED_WAIT] = self._seconds_waited / max(1, self._step - start)
+    measured = self.feed.measures() | self.measure_run(self._step, values, state)
+    measured[run_metrics.FEED_WAIT] = self._seconds_waited / max(1, self._step - start)
     self._seconds_waited = 0.0
-    self._check_values(values | run_metrics)
+    values |= measured
+    self._check_values(values)
     self._restore_after_skips()
-    self.trainer.train_metrics_manager.write_scalars(self._step, run_metrics)
-    values |= run_metrics
+    self.trainer.train_metrics_manager.write_scalars(self._step, measured)
     self._progress.report(self._step, values)
     self._run_actions(ActionMode.TRAIN, {"train": values})
 
   def _check_values(self, values: Mapping[str, float]) -> None:
     """Raises an error if the state after this step must not be saved."""
-    trainer = self.trainer
-    raise_if_nonfinite(
-      trainer.first_nonfinite, trainer.train_state, self.manager, values, self._step
-    )
+    record, state = self.trainer.first_nonfinite, self.trainer.train_state
+    run_metrics.raise_if_nonfinite(record, state, self.manager, values, self._step)
 
   def _restore_after_skips(self) -> None:
     """Restores the last checkpoint before too many skipped steps; the data and the step continue.
@@ -220,10 +259,10 @@ class TrainLoop:
     Raises:
       ValueError: there is no such checkpoint, or it was restored too often.
     """
-    optimizer = self.evaluation.model.optimizer_def
+    optimizer = self.model.optimizer_def
     limit = optimizer.max_skipped_steps
     state = self.trainer.train_state
-    skipped = skips_in_a_row(state.param_states) if limit else 0
+    skipped = run_metrics.skips_in_a_row(state.param_states) if limit else 0
     if not limit or skipped < limit:
       return
     if self.manager:
@@ -245,12 +284,14 @@ class TrainLoop:
         "max_loss_ratio), or correct the data"
       )
     restored = self.manager.restore(step=good[-1], restore_dataset=False)
-    counted = with_skipped_steps(restored.param_states, state.param_states)
+    counted = run_metrics.with_skipped_steps(restored.param_states, state.param_states)
     self.trainer.train_state = restored.replace(step=state.step, param_states=counted)
     terminal.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
     )
-    log_event(self.model_dir, "restored", step=self._step, checkpoint=good[-1], skipped=skipped)
+    console.log_event(
+      self.model_dir, "restored", step=self._step, checkpoint=good[-1], skipped=skipped
+    )
 
   def _draw_batches(self) -> Iterator[Any]:
     """Yields batches, and counts them as steps, until the run is interrupted."""
@@ -277,7 +318,7 @@ class TrainLoop:
     """
     if self.manager is None:
       return
-    self._check_values(self.run_metrics(step, {}, self.trainer.train_state))
+    self._check_values(self.measure_run(step, {}, self.trainer.train_state))
     if step in self.manager.all_steps():
       return
     self._watchdog.set_phase(f"saving step {step}")

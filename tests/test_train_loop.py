@@ -72,39 +72,33 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
 
 
-def make_loop(trainer, numbers, total_steps=10):
+def make_loop(trainer, numbers, total_steps=10, save_cfg=None, eval_period=5, stats_period=4):
   """Returns a loop from step 0 that evaluates nothing and saves nothing."""
   return TrainLoop(
+    model=types.SimpleNamespace(loss_normalizing_factor=None, optimizer_def=OptimizerDef(None)),
     trainer=trainer,
     train_state_axes=None,
     feed=Feed(numbers),
-    evaluation=types.SimpleNamespace(
-      model=types.SimpleNamespace(loss_normalizing_factor=None, optimizer_def=OptimizerDef(None)),
-      cfg=None,
-      run=lambda trainer: {},
-    ),
+    evaluation=types.SimpleNamespace(cfg=None, run=lambda trainer: {}),
     predictions=types.SimpleNamespace(
       cfg=None, run=lambda *args: None, collect=lambda: None, close=lambda: None
     ),
     concurrent_metrics=True,
     manager=None,
     actions=None,
-    run_metrics=lambda step, values, state: {},
+    measure_run=lambda step, values, state: {},
     model_dir="run",
     first_step=0,
     total_steps=total_steps,
     run_started=0.0,
-  )
-
-
-def run(loop, save_cfg=None, eval_period=5, stats_period=4):
-  loop.run(
     save_cfg=save_cfg,
     eval_period=eval_period,
     stats_period=stats_period,
-    gc_period=0,
-    run_eval_before_training=False,
   )
+
+
+def run(loop):
+  loop.run()
   return loop.finish()
 
 
@@ -131,7 +125,7 @@ def test_loop_trains_in_ranges_between_reports_and_evaluations():
 )
 def test_without_a_period_a_short_run_still_reports_20_times(steps, eval_period, reports):
   trainer = Trainer()
-  run(make_loop(trainer, itertools.count(), steps), eval_period=eval_period, stats_period=None)
+  run(make_loop(trainer, itertools.count(), steps, eval_period=eval_period, stats_period=None))
   assert len(trainer.ranges) == reports
 
 
@@ -252,7 +246,7 @@ def skipping_loop(saved, skipped_from, ends=True):
   trainer = Trainer(after_batch)
   trainer.train_state = skipping_state(0, 0)
   loop = make_loop(trainer, itertools.count())
-  loop.evaluation.model.optimizer_def.max_skipped_steps = 2
+  loop.model.optimizer_def.max_skipped_steps = 2
   loop.manager = Manager(saved)
   return loop
 
@@ -274,8 +268,9 @@ def test_a_run_that_still_skips_after_its_restorations_ends_although_it_saves_be
   pathlib.Path("run").mkdir()
   loop = skipping_loop(saved=[0, 2], skipped_from=2, ends=False)
   loop.manager.save = lambda state: loop.manager.steps.append(state.step)
+  loop.save_cfg = SaveCheckpointConfig(period=2)
   with pytest.raises(ValueError, match=r"skipped the last .* from step 2 3 times .*max_norm"):
-    run(loop, SaveCheckpointConfig(period=2))
+    run(loop)
   assert loop.manager.restored == [2, 4, 6]
 
 

@@ -114,7 +114,7 @@ _MEANS = {
 }
 
 # The metric that is the loss in nats per target token, for factors that have one.
-METRIC_PER_TOKEN = {
+METRIC_PER_TOKEN: dict[Any, str] = {
   None: "loss_per_nonpadding_target_token",
   SpecialLossNormalizingFactor.MEAN_PER_TOKEN: "loss",
 }

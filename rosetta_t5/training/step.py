@@ -64,14 +64,9 @@ def train_step(
 
 
 def _step_loss(
-  loss: jax.Array,
-  loss_fn: LossFn,
-  state: State,
-  batch: Batch,
-  rng: jax.Array,
-  num_parts: int | None,
+  loss: jax.Array, loss_fn: LossFn, state: State, batch: Batch, rng: jax.Array, num: int | None
 ) -> StepLoss:
-  parts = num_parts or 1
+  parts = num or 1
 
   def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
     whole = with_divisors(batch) if parts > 1 else batch
@@ -135,34 +130,26 @@ def accumulate_gradients(
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
   # A metric without arrays, such as a duration that is set after the step, cannot be reduced.
-  metrics = {
-    n: metric.reduce() if jax.tree.leaves(metric) else metric for n, metric in stacked.items()
-  }
+  metrics = {n: x.reduce() if jax.tree.leaves(x) else x for n, x in stacked.items()}
   return grads, loss, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables
 
 
 def _gradients(
   loss_fn: LossFn, params: PyTree, mutables: PyTree, batch: Batch, dropout_rng: jax.Array
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
-  if not mutables:
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, metrics), grads = grad_fn(params, batch, dropout_rng)
-    return grads, loss, metrics, mutables
-
   def loss_of(params: PyTree, overwritten: PyTree) -> tuple[jax.Array, Any]:
-    return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
+    if mutables:
+      return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
+    loss, metrics = loss_fn(params, batch, dropout_rng)
+    return loss, (metrics, {})
 
   # The gradient of this collection (fp8's scales) is its next value: it is replaced, not summed.
   overwritten = {name: mutables[name] for name in (OVERWRITE_WITH_GRADIENT,) if name in mutables}
   grad_fn = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
   (loss, (metrics, updated)), (grads, overwritten) = grad_fn(params, overwritten)
   new_mutables = {**updated, **overwritten}
-  return (
-    grads,
-    loss,
-    metrics,
-    freeze(new_mutables) if isinstance(mutables, FrozenDict) else new_mutables,
-  )
+  is_frozen = isinstance(mutables, FrozenDict)
+  return grads, loss, metrics, freeze(new_mutables) if is_frozen else new_mutables
 
 
 def eval_step(state: State, batch: Batch, *, eval_fn: LossFn) -> Metrics:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from rosetta_t5.training.actions import Hook, run_due_hooks, stopping_steps
+from rosetta_t5.train_loop import Hook, run_due_hooks, stopping_steps
 
 
 def nothing(step):
