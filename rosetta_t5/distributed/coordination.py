@@ -234,13 +234,7 @@ def broadcast_text(text: str, name: str, timeout_s: float) -> str:
     name: identifies the call in error messages; the same on every process.
     timeout_s: seconds that the other processes wait for process 0.
   """
-  if jax.process_count() == 1:
-    return text
-  client, key = coordination_client(), f"rosetta_t5/{name}/{next(_call_numbers)}"
-  if jax.process_index() == 0:
-    client.key_value_set(key, text)
-    return text
-  return str(client.blocking_key_value_get(key, int(timeout_s * 1000)))
+  return _exchange(text, name, timeout_s, senders=1)[0]
 
 
 def allgather_text(text: str, name: str, timeout_s: float) -> list[str]:
@@ -253,11 +247,17 @@ def allgather_text(text: str, name: str, timeout_s: float) -> list[str]:
     name: identifies the call in error messages; the same on every process.
     timeout_s: seconds that each process waits for the others.
   """
+  return _exchange(text, name, timeout_s, senders=jax.process_count())
+
+
+def _exchange(text: str, name: str, timeout_s: float, senders: int) -> list[str]:
+  """Returns the texts of the first `senders` processes on every process."""
   if jax.process_count() == 1:
     return [text]
   client, key = coordination_client(), f"rosetta_t5/{name}/{next(_call_numbers)}"
-  client.key_value_set(f"{key}/{jax.process_index()}", text)
-  keys = [f"{key}/{index}" for index in range(jax.process_count())]
+  if jax.process_index() < senders:
+    client.key_value_set(f"{key}/{jax.process_index()}", text)
+  keys = [f"{key}/{index}" for index in range(senders)]
   return [str(client.blocking_key_value_get(key, int(timeout_s * 1000))) for key in keys]
 
 

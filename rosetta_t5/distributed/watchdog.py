@@ -1,15 +1,14 @@
 """Ends a run of several processes when one of them blocks the others, and names that process.
 
 A collective waits forever for a process that does not take part. Every process therefore reports its
-phase through jax's coordination service; a process whose reports stop is frozen or dead.
+phase through jax's coordination service. A process that is frozen or dead is the concern of `presence` and of
+jax's heartbeat.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
-import itertools
 import json
 import os
 import socket
@@ -18,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,16 +25,13 @@ from rosetta_t5.distributed.presence import EXIT_STATUS
 from rosetta_t5.jax_internals import coordination_client
 
 VARIABLE = "ROSETTA_T5_STALL_SECONDS"
-# A process is reported as silent after this time. jax's heartbeat may end the run 20 s after a death.
-SILENCE_S = 12.0
 _DEFAULT_LIMIT_S = 1800.0
 _REPORT_INTERVAL_S = 5.0
 _STARTING = "starting"
 _KEY = "rosetta_t5/watchdog"
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
   """What one process last reported.
 
   Attributes:
@@ -44,8 +40,6 @@ class Report:
     phase: what it is doing, in the same words as every other process that does the same.
     seconds: how long it has been in this phase.
     stack: the calls of its main thread, if it has been in this phase for long.
-    has_left: whether it has finished its part.
-    silent_seconds: how long ago this report arrived.
   """
 
   process: int
@@ -53,30 +47,19 @@ class Report:
   phase: str
   seconds: float
   stack: str = ""
-  has_left: bool = False
-  silent_seconds: float = 0.0
-
-  @property
-  def is_silent(self) -> bool:
-    """Whether the process should still report but has not done so for `SILENCE_S` seconds."""
-    return self.silent_seconds > SILENCE_S and not self.has_left
 
 
 def find_blocking(reports: Sequence[Report]) -> list[Report]:
   """Returns the processes that block the others; none if all are in the same phase.
 
-  These are the silent processes, or else those whose phase is the rarest: the others wait for them
-  in one collective.
+  These are the processes whose phase is the rarest: the others wait for them in one collective.
   """
-  if silent := [report for report in reports if report.is_silent]:
-    return silent
-  active = [report for report in reports if not report.has_left]
-  counts = collections.Counter(report.phase for report in active)
+  counts = collections.Counter(report.phase for report in reports)
   if len(counts) < 2:
     return []
   # If there is one process in each of two phases, the one that computes is waiting for the other.
   common = max(counts, key=lambda phase: (phase != _STARTING, counts[phase], "computing" in phase))
-  return [report for report in active if report.phase != common]
+  return [report for report in reports if report.phase != common]
 
 
 def is_stalled(reports: Sequence[Report], limit_s: float) -> bool:
@@ -84,7 +67,7 @@ def is_stalled(reports: Sequence[Report], limit_s: float) -> bool:
 
   A process that takes long while another one makes progress is merely the slower one.
   """
-  return all(each.is_silent or each.has_left or each.seconds >= limit_s for each in reports)
+  return all(report.seconds >= limit_s for report in reports)
 
 
 class Watchdog:
@@ -100,9 +83,6 @@ class Watchdog:
     limit = os.environ.get(VARIABLE, _DEFAULT_LIMIT_S) if seconds is None else seconds
     self._limit_s = float(limit)
     self._ended = threading.Event()
-    self._arrivals: dict[int, tuple[int, float]] = {}  # process → (report number, when it arrived)
-    self._silent: set[int] = set()  # the processes that are reported as silent
-    self._finished = False
     self._thread: threading.Thread | None = None
     self.set_phase(_STARTING)
 
@@ -113,8 +93,7 @@ class Watchdog:
       self._thread.start()
     return self
 
-  def __exit__(self, _: object, exception: BaseException | None, traceback: object) -> None:
-    self._finished = exception is None
+  def __exit__(self, *exc_info: object) -> None:
     self._ended.set()
     if self._thread is not None:
       self._thread.join()
@@ -144,52 +123,23 @@ class Watchdog:
   def _watch(self) -> None:
     client = coordination_client()
     interval = min(_REPORT_INTERVAL_S, self._limit_s / 5)
-    # The first report is sent at once: nobody could miss a process that has never reported.
+    key = f"{_KEY}/{jax.process_index()}"
     # An error means that the process that runs the service has ended.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      for number in itertools.count(1):
-        self._send_report(client, number)
-        reports = self._read_reports(client)
-        self._warn_of_silence(reports)
-        self._end_if_stalled(reports, interval)
-        if self._ended.wait(interval):
-          break
-      if self._finished:  # Process 0 may continue for long: it computes metrics and writes them.
-        self._send_report(client, number + 1, has_left=True)
+      while not self._ended.wait(interval):
+        client.key_value_set(key, json.dumps(self._report()), allow_overwrite=True)
+        reports = [Report(*json.loads(text)) for _, text in client.key_value_dir_get(_KEY)]
+        self._end_if_stalled(sorted(reports), interval)
+      # Process 0 may continue for long: it computes metrics and writes them.
+      client.key_value_delete(key)
 
-  def _send_report(self, client: Any, number: int, has_left: bool = False) -> None:
+  def _report(self) -> Report:
     seconds, stack = self.seconds_in_phase, ""
     if seconds > self._limit_s / 2:
       frame = sys._current_frames()[threading.main_thread().ident or 0]
       stack = "".join(traceback.format_stack(frame, limit=12))
-    host, index = f"{socket.gethostname()}, process id {os.getpid()}", jax.process_index()
-    report = Report(index, host, self._phase, seconds, stack, has_left)
-    text = json.dumps([number, dataclasses.asdict(report)])
-    client.key_value_set(f"{_KEY}/{index}", text, allow_overwrite=True)
-
-  def _read_reports(self, client: Any) -> list[Report]:
-    now, reports = time.monotonic(), []
-    for _, text in client.key_value_dir_get(_KEY):
-      number, fields = json.loads(text)
-      process = fields["process"]
-      if self._arrivals.get(process, (None,))[0] != number:
-        self._arrivals[process] = (number, now)
-      reports.append(Report(**fields | {"silent_seconds": now - self._arrivals[process][1]}))
-    return sorted(reports, key=lambda report: report.process)
-
-  def _warn_of_silence(self, reports: Sequence[Report]) -> None:
-    """Names silent processes, each once, long before the run ends because of them."""
-    silent = {report.process: report for report in reports if report.is_silent}
-    for process in silent.keys() - self._silent:
-      report = silent[process]
-      print(
-        f"silent: process {process} ({report.host}) has not reported for "
-        f"{report.silent_seconds:.0f} s; its last report was: {report.phase}. If it is "
-        "frozen, jax ends this run within two minutes.",
-        file=sys.stderr,
-        flush=True,
-      )
-    self._silent = set(silent)
+    host = f"{socket.gethostname()}, process id {os.getpid()}"
+    return Report(jax.process_index(), host, self._phase, seconds, stack)
 
   def _end_if_stalled(self, reports: Sequence[Report], interval: float) -> None:
     all_reported = len(reports) == jax.process_count()
@@ -204,11 +154,9 @@ class Watchdog:
 def _stall_text(reports: Sequence[Report], blocking: Sequence[Report]) -> str:
   lines = ["error: this run ends because it makes no progress. Its processes:"]
   for report in reports:
-    duration = f" for {report.seconds:.0f} s"
-    if report.is_silent:
-      duration = f", silent for {report.silent_seconds:.0f} s"
     mark = "  <- blocks the others" if report in blocking else ""
-    lines.append(f"  {report.process} ({report.host}): {report.phase}{duration}{mark}")
+    seconds = f"{report.seconds:.0f} s"
+    lines.append(f"  {report.process} ({report.host}): {report.phase} for {seconds}{mark}")
   for report in blocking:
     if report.stack:
       stack = report.stack.rstrip()

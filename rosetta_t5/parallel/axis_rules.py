@@ -103,29 +103,29 @@ def extend_axis_rules(
     sequence_parallel: whether positions are split over `model` in activations that have no other axis
       split over it.
   """
-  batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh_axes)
-  replaced: dict[AxisRule, AxisRule] = {}
+
+  def present(*axes: str) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis in (*mesh_axes, MODEL_AXIS))
+
   # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
-  if len(batch_axes) > 1:
-    replaced["batch", DATA_AXIS] = ("batch", batch_axes)
-  if PIPELINE_AXIS in mesh_axes:
-    replaced["layers", None] = ("layers", PIPELINE_AXIS)
-  extended = [replaced.get((name, axis), (name, axis)) for name, axis in rules]
-  names = [name for name, _ in extended]
-  over_context = CONTEXT_AXIS in mesh_axes
+  replaced: dict[AxisRule, tuple[str, ...]] = {
+    ("batch", DATA_AXIS): present(*BATCH_AXES),
+    ("layers", None): present(PIPELINE_AXIS),
+  }
+  extended: list[AxisRule] = [(name, replaced.get((name, axis), axis)) for name, axis in rules]
+  names = [name for name, _ in rules]
   if FSDP_AXIS in mesh_axes:
     first = names.index("embed") if "embed" in names else len(names)
-    extended.insert(first, ("embed", (FSDP_AXIS, CONTEXT_AXIS) if over_context else FSDP_AXIS))
+    extended.insert(first, ("embed", present(FSDP_AXIS, CONTEXT_AXIS)))
   # The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first.
-  lengths: list[AxisRule] = [("length", CONTEXT_AXIS)] if over_context else []
+  lengths: list[AxisRule] = [("length", present(CONTEXT_AXIS))]
   if sequence_parallel:
-    lengths.insert(0, ("length", (CONTEXT_AXIS, MODEL_AXIS) if over_context else MODEL_AXIS))
-  if lengths:
-    extended = [*(rule for rule in extended if rule != ("length", None)), *lengths]
+    lengths.insert(0, ("length", present(CONTEXT_AXIS, MODEL_AXIS)))
+  extended = [*(rule for rule in extended if rule != ("length", None)), *lengths]
   # The rules of experts come first, so that the groups of an activation take `fsdp` before `embed` can.
   experts: tuple[AxisRule, ...] = (
-    ("expert", EXPERT_AXIS if EXPERT_AXIS in mesh_axes else None),
-    ("expert_replicas", tuple(axis for axis in batch_axes if axis != EXPERT_AXIS) or DATA_AXIS),
+    ("expert", present(EXPERT_AXIS)),
+    ("expert_replicas", present(*(axis for axis in BATCH_AXES if axis != EXPERT_AXIS))),
     ("expert_mlp", MODEL_AXIS),
     ("unmodeled", None),
   )
@@ -200,10 +200,10 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
         )
 
   jax.tree_util.tree_map_with_path(check, train_state, specs)
-  stages = axis_sizes.get(PIPELINE_AXIS)
+  stages = axis_sizes.get(PIPELINE_AXIS, 1)
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   is_split = any(PIPELINE_AXIS in axis_names(axes) for spec in all_specs for axes in spec)
-  if isinstance(stages, int) and stages > 1 and not is_split:
+  if stages > 1 and not is_split:
     raise ValueError(
       f"partitioning.PjitPartitioner.mesh has a pipeline of {stages} stages, but the layers are not "
       "stacked: set network.TransformerConfig.scan_layers = True, or for T5 import "

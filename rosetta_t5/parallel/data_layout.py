@@ -10,12 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rosetta_t5.parallel.mesh import (
-  BATCH_AXES,
-  CONTEXT_AXIS,
-  DATA_AXIS,
-  count_batch_shards,
-)
+from rosetta_t5.parallel.mesh import BATCH_AXES, CONTEXT_AXIS, DATA_AXIS, count_batch_shards
 
 
 @dataclasses.dataclass(frozen=True)

@@ -140,9 +140,9 @@ def mesh_config(
   if ici_mesh_shape and not mesh:  # As in T5X, it takes precedence.
     return _hybrid_config(ici_mesh_shape, dcn_mesh_shape)
   # T5X's runs set num_partitions = 1 together with any other setting, which then takes precedence.
-  partitions = math.prod(model_parallel_submesh or ())
+  submesh_size = math.prod(model_parallel_submesh or ())
   settings = {
-    "num_partitions": num_partitions if num_partitions not in (1, partitions) else None,
+    "num_partitions": num_partitions if num_partitions not in (1, submesh_size) else None,
     "model_parallel_submesh": model_parallel_submesh,
     "ici_mesh_shape": ici_mesh_shape,
     "mesh": mesh,
@@ -154,13 +154,11 @@ def mesh_config(
       "partitioning.PjitPartitioner.num_partitions = 1 for data parallelism, or mesh = "
       '{"data": -1}, and the others to None'
     )
-  if mesh:
-    return MeshConfig(_counted_sizes(mesh, mesh_order), f"mesh = {dict(mesh)}")
+  [(name, value)] = (given or {"num_partitions": num_partitions}).items()
+  sizes = {DATA_AXIS: -1, MODEL_AXIS: num_partitions or 1}
   if model_parallel_submesh:
-    setting = f"model_parallel_submesh = {tuple(model_parallel_submesh)}"
-    return MeshConfig({DATA_AXIS: -1, MODEL_AXIS: partitions}, setting)
-  sizes = {DATA_AXIS: -1, MODEL_AXIS: num_partitions}
-  return MeshConfig(sizes, f"num_partitions = {num_partitions}")  # type: ignore[arg-type]
+    sizes[MODEL_AXIS] = submesh_size
+  return MeshConfig(_counted_sizes(mesh, mesh_order) if mesh else sizes, f"{name} = {value}")
 
 
 def _hybrid_config(ici: Shape, dcn: Shape | None) -> MeshConfig:
@@ -184,8 +182,7 @@ def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str,
   """
   names = ", ".join(_COUNTED)
   for name, size in counts.items():
-    is_size = isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
-    if name not in _COUNTED or not is_size:
+    if name not in _COUNTED or type(size) is not int or size < -1 or size == 0:
       raise ValueError(
         f"PjitPartitioner.mesh = {dict(counts)}: {name!r} must be one of {names}"
         f"{near_hint(str(name), _COUNTED, 0.5)}, and its size a positive integer, or -1 for all remaining "
@@ -197,10 +194,10 @@ def _counted_sizes(counts: Mapping[str, int], order: Sequence[str]) -> dict[str,
     raise ValueError(
       f"PjitPartitioner.mesh_order must be different axes among {names}, got {tuple(order)}"
     )
-  defaults = {name: 1 for name in _COUNTED if name not in OPTIONAL_AXES}
-  sizes = defaults | {DATA_AXIS: 1 if -1 in counts.values() else -1} | dict(counts)
-  ordered = [name for name in dict.fromkeys((*order, *_COUNTED)) if name in sizes]
-  return {MODEL_AXIS if name == "tensor" else name: sizes[name] for name in ordered}
+  default = {DATA_AXIS: 1 if -1 in counts.values() else -1, FSDP_AXIS: 1, "tensor": 1}
+  sizes = default | dict(counts)
+  in_order = sorted(sizes, key=[*order, *_COUNTED].index)
+  return {MODEL_AXIS if name == "tensor" else name: sizes[name] for name in in_order}
 
 
 def hybrid_grid(

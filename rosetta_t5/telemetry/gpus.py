@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 GPUS_PER_NODE = 8
 
@@ -44,8 +43,8 @@ class Gpu:
   cores: int
   clock: float
   l2: int
-  shared_memory: int = 228 * 1024
-  threads: int = 2048
+  shared_memory: int
+  threads: int
 
   def peak(self, dtype: str) -> float:
     """Returns the peak in FLOP/s of matmuls whose operands have a type that XLA calls `dtype`."""
@@ -54,96 +53,50 @@ class Gpu:
     return self.bfloat16 if dtype in ("bf16", "f16") else self.tf32
 
 
-# What several rows of the table share.
-_A100: dict[str, Any] = {
-  "capability": (8, 0),
-  "bfloat16": 312e12,
-  "fp8": None,
-  "tf32": 156e12,
-  "nvlink": 300e9,
-  "network": 25e9,
-  "cores": 108,
-  "clock": 1.41,
-  "l2": 40 << 20,
-  "shared_memory": 164 * 1024,
-}
-_HOPPER: dict[str, Any] = {"capability": (9, 0), "network": 50e9, "l2": 50 << 20}
-_H100: dict[str, Any] = _HOPPER | {
-  "bfloat16": 989e12,
-  "fp8": 1979e12,
-  "tf32": 495e12,
-  "nvlink": 450e9,
-  "cores": 132,
-  "clock": 1.98,
-}
-_ADA: dict[str, Any] = {
-  "capability": (8, 9),
-  "nvlink": 32e9,
-  "network": 25e9,
-  "clock": 2.52,
-  "shared_memory": 100 * 1024,
-  "threads": 1536,
-}
+# Sources: NVIDIA's data sheets and architecture white papers; dense rates, without sparsity. The columns are the
+# attributes of `Gpu` after `kind`; TF/s are 10^12 FLOP/s, and `fp8` is 0 where a GPU has none.
+_DATA_SHEETS = """
+key       CUDA  bf16   fp8 tf32 RAM       NVL  net SMs clock  L2 shared threads name | jax's name without NVIDIA
+                TF/s  TF/s TF/s  GB GB/s GB/s GB/s       GHz MiB    KiB
+a100-40    8.0   312     0  156  40 1555  300   25 108  1.41  40    164    2048 A100 40 GB | A100-SXM4-40GB
+a100       8.0   312     0  156  80 2039  300   25 108  1.41  40    164    2048 A100 80 GB | A100-SXM4-80GB
+h100       9.0   989  1979  495  80 3350  450   50 132  1.98  50    228    2048 H100 80 GB | H100 80GB HBM3
+h100-pcie  9.0   756  1513  378  80 2000  300   50 114 1.755  50    228    2048 H100 PCIe 80 GB | H100 PCIe
+h200       9.0   989  1979  495 141 4800  450   50 132  1.98  50    228    2048 H200 141 GB | H200
+b200      10.0  2250  4500 1125 180 8000  900   50 148 1.965 126    228    2048 B200 180 GB | B200
+l40s       8.9   362   733  183  48  864   32   25 142  2.52  96    100    1536 L40S 48 GB | L40S
+rtx4090    8.9 165.2 330.3 82.6  24 1008   32   25 128  2.52  72    100    1536 RTX 4090 24 GB | GeForce RTX 4090
+"""
 
-# Sources: NVIDIA's data sheets and architecture white papers; dense rates, without sparsity.
-GPUS: dict[str, Gpu] = {
-  "a100-40": Gpu("A100 40 GB", "NVIDIA A100-SXM4-40GB", memory=40e9, bandwidth=1.555e12, **_A100),
-  "a100": Gpu("A100 80 GB", "NVIDIA A100-SXM4-80GB", memory=80e9, bandwidth=2.039e12, **_A100),
-  "h100": Gpu("H100 80 GB", "NVIDIA H100 80GB HBM3", memory=80e9, bandwidth=3.35e12, **_H100),
-  "h100-pcie": Gpu(
-    "H100 PCIe 80 GB",
-    "NVIDIA H100 PCIe",
-    bfloat16=756e12,
-    fp8=1513e12,
-    tf32=378e12,
-    memory=80e9,
-    bandwidth=2.0e12,
-    nvlink=300e9,
-    cores=114,
-    clock=1.755,
-    **_HOPPER,
-  ),
-  "h200": Gpu("H200 141 GB", "NVIDIA H200", memory=141e9, bandwidth=4.8e12, **_H100),
-  "b200": Gpu(
-    "B200 180 GB",
-    "NVIDIA B200",
-    capability=(10, 0),
-    bfloat16=2250e12,
-    fp8=4500e12,
-    tf32=1125e12,
-    memory=180e9,
-    bandwidth=8e12,
-    nvlink=900e9,
-    network=50e9,
-    cores=148,
-    clock=1.965,
-    l2=126 << 20,
-  ),
-  "l40s": Gpu(
-    "L40S 48 GB",
-    "NVIDIA L40S",
-    bfloat16=362e12,
-    fp8=733e12,
-    tf32=183e12,
-    memory=48e9,
-    bandwidth=864e9,
-    cores=142,
-    l2=96 << 20,
-    **_ADA,
-  ),
-  "rtx4090": Gpu(
-    "RTX 4090 24 GB",
-    "NVIDIA GeForce RTX 4090",
-    bfloat16=165.2e12,
-    fp8=330.3e12,
-    tf32=82.6e12,
-    memory=24e9,
-    bandwidth=1.008e12,
-    cores=128,
-    l2=72 << 20,
-    **_ADA,
-  ),
-}
+
+def _read_row(row: str) -> tuple[str, Gpu]:
+  """Returns the key and the GPU of a row of the data sheets."""
+  key, capability, *numbers, names = row.split(maxsplit=14)
+  name, kind = names.split(" | ")
+  major, minor = map(int, capability.split("."))
+  bfloat16, fp8, tf32 = (float(f"{number}e12") for number in numbers[:3])
+  memory, bandwidth, nvlink, network = (float(f"{number}e9") for number in numbers[3:7])
+  cores, clock, l2, shared_memory, threads = map(float, numbers[7:])
+  return key, Gpu(
+    name=name,
+    kind=f"NVIDIA {kind}",
+    capability=(major, minor),
+    bfloat16=bfloat16,
+    fp8=fp8 or None,
+    tf32=tf32,
+    memory=memory,
+    bandwidth=bandwidth,
+    nvlink=nvlink,
+    network=network,
+    cores=int(cores),
+    clock=clock,
+    l2=int(l2) << 20,
+    shared_memory=int(shared_memory) << 10,
+    threads=int(threads),
+  )
+
+
+GPUS: dict[str, Gpu] = dict(map(_read_row, _DATA_SHEETS.strip().splitlines()[2:]))
 
 
 def gpu_of(device_kind: str) -> Gpu | None:

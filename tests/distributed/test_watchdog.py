@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from rosetta_t5.distributed.presence import EXIT_STATUS, is_failed_collective
+from rosetta_t5.distributed.presence import is_failed_collective
 from rosetta_t5.distributed.watchdog import (
   Report,
   Watchdog,
@@ -32,8 +32,8 @@ _RUN = _HERE.parent / "run"
 _STALL_LIMIT = {"ROSETTA_T5_STALL_SECONDS": "20"}
 
 
-def report(process: int, phase: str, seconds: float = 1.0, **more) -> Report:
-  return Report(process, "host", phase, seconds, **more)
+def report(process: int, phase: str, seconds: float = 1.0) -> Report:
+  return Report(process, "host", phase, seconds)
 
 
 @pytest.mark.parametrize(
@@ -51,22 +51,10 @@ def test_a_process_in_a_rare_phase_blocks_the_others(phases, expected):
   assert [one.process for one in blocking] == expected
 
 
-def test_a_silent_process_blocks_the_others_in_whatever_phase_it_was():
-  frozen = report(1, "computing step 3", silent_seconds=20)
-  assert find_blocking([report(0, "computing step 3"), frozen]) == [frozen]
-
-
-def test_a_process_that_has_finished_its_part_blocks_nobody():
-  finished = report(1, "saving step 3", seconds=9000, has_left=True, silent_seconds=20)
-  assert find_blocking([report(0, "evaluating step 3"), finished]) == []
-  assert is_stalled([report(0, "saving step 3", seconds=31), finished], limit_s=30)
-
-
 def test_a_run_is_stalled_only_when_no_process_makes_progress():
   slow = report(0, "saving step 0", seconds=31)
   assert not is_stalled([slow, report(1, "computing step 1", seconds=1)], limit_s=30)
   assert is_stalled([slow, report(1, "computing step 1", seconds=30)], limit_s=30)
-  assert is_stalled([slow, report(1, "computing step 1", silent_seconds=20)], limit_s=30)
 
 
 def test_the_time_before_a_run_starts_does_not_count_as_a_stall():
@@ -149,29 +137,20 @@ def wait_until_trained(folder: pathlib.Path, process: subprocess.Popen) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ("sent", "stall_limit"),
-  [(signal.SIGSTOP, _STALL_LIMIT), (signal.SIGSTOP, {}), (signal.SIGKILL, {})],
+  ("sent", "text"),
+  [
+    (signal.SIGSTOP, "stopped sending heartbeats.*task:1"),  # jax's
+    (signal.SIGKILL, "error: this run ends because process 1, process id {pid} on "),
+  ],
 )
-def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other(tmp_path, sent, stall_limit):
-  with two_processes(tmp_path, **stall_limit) as (first, second):
+def test_a_process_that_freezes_or_dies_is_named_and_ends_the_other(tmp_path, sent, text):
+  with two_processes(tmp_path) as (first, second):
     wait_until_trained(tmp_path, first)
-    time.sleep(6)  # They report every 5 s.
     second.send_signal(sent)
     assert first.wait(150) != 0
     output = (tmp_path / "0.txt").read_text()
-    if sent == signal.SIGKILL:
-      assert f"error: this run ends because process 1, process id {second.pid} on " in output
-      assert "Traceback" not in output, output[-5000:]
-    else:
-      silent = re.findall(r"^silent: process (\d+) \(\S+, process id (\d+)\)", output, re.MULTILINE)
-      assert silent == [("1", str(second.pid))], output[-5000:]
-    if stall_limit:
-      assert first.returncode == EXIT_STATUS, output[-5000:]
-      assert re.search(
-        rf"process id {second.pid}\): (computing|waiting for the batch of) step", output
-      )
-      assert "silent for" in output
-      assert output.count("<- blocks the others") == 1
+    assert re.search(text.format(pid=second.pid), output, re.DOTALL), output[-5000:]
+    assert "Traceback" not in output, output[-5000:]
 
 
 @pytest.mark.slow
@@ -192,7 +171,7 @@ import jax
 from rosetta_t5.distributed import Watchdog
 port, index = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-with Watchdog() as watchdog:
+with Watchdog(10) as watchdog:
   watchdog.set_phase("evaluating")
   time.sleep(8 if index == "1" else 35)
 time.sleep(27 if index == "1" else 0)
@@ -200,7 +179,7 @@ time.sleep(27 if index == "1" else 0)
 
 
 @pytest.mark.slow
-def test_a_process_that_has_finished_its_part_is_not_reported_as_silent():
+def test_a_process_that_has_finished_its_part_does_not_end_the_others():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = str(free.getsockname()[1])
@@ -212,4 +191,3 @@ def test_a_process_that_has_finished_its_part_is_not_reported_as_silent():
   ]
   output = [process.communicate(timeout=300)[1] for process in processes]
   assert [process.returncode for process in processes] == [0, 0], output
-  assert "silent" not in "".join(output)
