@@ -20,7 +20,6 @@ from typing import IO, Any, TypeVar
 
 T = TypeVar("T")
 
-RUN_LOG = "run-log.jsonl"  # in MODEL_DIR
 LINE_PERIOD_S = 30.0  # between the lines of a long operation in a log file
 _log = logging.getLogger(__name__)
 

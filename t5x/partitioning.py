@@ -13,11 +13,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from rosetta_t5.parallel import BasePartitioner, DataLayout, PjitPartitioner, default_mesh
+from rosetta_t5.parallel import BasePartitioner as BasePjitPartitioner
 from rosetta_t5.parallel import PjitPartitioner as ModelBasedPjitPartitioner
 from rosetta_t5.parallel.axis_rules import LogicalAxisRules, standard_logical_axis_rules
 from rosetta_t5.parallel.data_layout import LocalChunker, LocalChunkInfo
 from rosetta_t5.parallel.mesh import DATA_AXIS, MODEL_AXIS
-from rosetta_t5.parallel.partitioner import BasePjitPartitioner, PartitionedFunction
+from rosetta_t5.parallel.partitioner import PartitionedFunction
 
 PyTree = Any
 

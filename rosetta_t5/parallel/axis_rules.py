@@ -276,9 +276,8 @@ def context_shards(*lengths: int) -> int:
 
   Rows of lengths that it does not divide are not split. Training refuses such lengths.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  shards = 1 if mesh.empty else mesh.shape.get(CONTEXT_AXIS, 1)
-  return 1 if any(length % shards for length in lengths) else int(shards)
+  shards = jax.sharding.get_abstract_mesh().shape.get(CONTEXT_AXIS, 1)
+  return 1 if any(length % shards for length in lengths) else shards
 
 
 def _count_parts(axes: Any, axis_sizes: Any) -> int:

@@ -138,10 +138,11 @@ class LocalChunker:
       global_shape: the shape of the whole array.
       mesh_axes: for each dimension, the mesh axis over which it is split, or None.
     """
-    parts = [
-      slice(None) if axis is None else self._part(axis, size)
-      for axis, size in zip(mesh_axes, global_shape, strict=True)
-    ]
+    parts = [slice(None)] * len(global_shape)
+    for dim, axis in enumerate(mesh_axes):
+      if axis is not None:
+        length = global_shape[dim] // self.num_chunks[axis]
+        parts[dim] = slice(self.chunk_ids[axis] * length, (self.chunk_ids[axis] + 1) * length)
     return LocalChunkInfo(tuple(parts), self.get_replica_id(mesh_axes))
 
   def get_shard_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
@@ -151,10 +152,6 @@ class LocalChunker:
   def get_replica_id(self, sharded_mesh_axes: str | Sequence[str | None]) -> int:
     """Returns the index of this process among those that have the same part."""
     return self._number(sharded_mesh_axes, False)
-
-  def _part(self, axis: str, size: int) -> slice:
-    length = size // self.num_chunks[axis]
-    return slice(self.chunk_ids[axis] * length, (self.chunk_ids[axis] + 1) * length)
 
   def _number(self, axes: str | Sequence[str | None], are_counted: bool) -> int:
     """Returns the index of this process's block along these axes, or along all others."""

@@ -251,11 +251,7 @@ class BasePartitioner(abc.ABC):
     return partitioned_fn.lower(*args).compile()  # A subclass's `partition` may return a `jax.jit`.
 
 
-class BasePjitPartitioner(BasePartitioner):
-  """T5X's name of a partitioner that jits functions for its mesh, which all do here."""
-
-
-class PjitPartitioner(BasePjitPartitioner):
+class PjitPartitioner(BasePartitioner):
   """T5X's partitioner: logical axis rules on a mesh with the axes `data` and `model`."""
 
   def __init__(

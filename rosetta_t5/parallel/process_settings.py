@@ -35,18 +35,15 @@ def enable_compilation_cache() -> pathlib.Path | None:
   if settings.jax_compilation_cache_dir or not settings.jax_enable_compilation_cache:
     return None
   cache_home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-  folder = pathlib.Path(cache_home) / "rosetta-t5" / "programs" / _processor_id()
+  # Hosts with several kinds of processors may share a home folder.
+  cpuinfo = pathlib.Path("/proc/cpuinfo")
+  lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else [platform.machine()]
+  kinds = {line for line in lines if line.startswith(("model name", "flags"))} or {lines[0]}
+  digest = hashlib.sha256("\n".join(sorted(kinds)).encode()).hexdigest()[:16]
+  folder = pathlib.Path(cache_home) / "rosetta-t5" / "programs" / digest
   jax.config.update("jax_compilation_cache_dir", str(folder))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
   return folder
-
-
-def _processor_id() -> str:
-  """Identifies the kind of processor: hosts of several kinds may share a home folder."""
-  cpuinfo = pathlib.Path("/proc/cpuinfo")
-  lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else [platform.machine()]
-  kinds = sorted({line for line in lines if line.startswith(("model name", "flags"))})
-  return hashlib.sha256("\n".join(kinds or lines[:1]).encode()).hexdigest()[:16]
 
 
 # Parameters of mallopt, from glibc's malloc.h.

@@ -13,7 +13,6 @@ import gzip
 import html
 import http.server
 import importlib.resources
-import itertools
 import json
 import pathlib
 import re
@@ -232,39 +231,20 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
   """Returns the steps over time, and what happened when, in seconds since `first_time`."""
   train = run.series.get("train", {})
   saved = train.get("timing/checkpoint_seconds", Series(*[np.array([])] * 3))
-  log = [
-    {"kind": line.get("event"), "seconds": line["time"] - first_time, "step": line.get("step")}
-    | {"reason": line.get("reason")}
-    for line in run.log
-    if line.get("event") in ("start", "end")
-  ]
-  for event, following in itertools.pairwise(log):
-    event["hasEnd"] = following["kind"] == "end"
+  longest = max(train.values(), key=lambda series: series.steps.size, default=None)
   return {
-    "progress": _progress(run, first_time) if train else None,
-    "starts": [event for event in log if event["kind"] == "start"],
-    "ends": [event for event in log if event["kind"] == "end"],
+    "progress": longest and _encode_points(decimate(longest, 1000).points, first_time),
+    "log": [
+      {"kind": line["event"], "seconds": line["time"] - first_time, "step": line.get("step")}
+      | {"reason": line.get("reason")}
+      for line in run.log
+      if line.get("event") in ("start", "end")
+    ],
     "checkpoints": [
       {"seconds": time - first_time, "step": step, "kept": step in run.kept_checkpoints}
       for step, time in zip(saved.steps.tolist(), saved.times.tolist(), strict=True)
     ],
   }
-
-
-def _progress(run: Run, first_time: float) -> dict[str, str]:
-  """Returns the steps of training over time, with a gap at each restart."""
-  train = run.series["train"]
-  longest = max(train.values(), key=lambda series: series.steps.size)
-  chosen = np.unique(np.linspace(0, longest.steps.size - 1, 1000).astype(int))
-  steps, times, values = longest.take(chosen)
-  restarts = [line["time"] for line in run.log if line.get("event") == "start"][1:]
-  at = np.searchsorted(times, restarts)
-  with_gaps = Series(
-    np.insert(steps.astype(float), at, np.nan),
-    np.insert(times, at, restarts),
-    np.insert(values, at, np.nan),
-  )
-  return _encode_points(with_gaps, first_time)
 
 
 def _about(run: Run) -> list[tuple[str, str]]:

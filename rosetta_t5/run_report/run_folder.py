@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from rosetta_t5.terminal import RUN_LOG
-
 _HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
 _PREDICTIONS = re.compile(r"(?P<task>.+)-(?P<step>\d+)\.jsonl")
-_BINDING = re.compile(r"(?P<name>[\w./]+)\s*=\s*(?P<value>.*)", re.DOTALL)
+# A gin binding; the further lines of its value are indented or begin with a bracket.
+_BINDING = re.compile(r"^([\w./]+)\s*=\s*(.*(?:\n[ \t)\]}].*)*)", re.MULTILINE)
 _MAX_EVALUATIONS = 24  # of which predictions are shown
 _MAX_EXAMPLES = 12
 _MAX_CHARACTERS = 1000
@@ -123,7 +122,7 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
       f"{folder} contains no metrics of a run: give a MODEL_DIR, whose folders train, training_eval and "
       "inference_eval contain TensorBoard's events.out.tfevents files"
     )
-  log = _read_json_lines(folder / RUN_LOG, notes)
+  log = _read_json_lines(folder / "run-log.jsonl", notes)
   found = (_CHECKPOINT.fullmatch(entry) for entry in os.listdir(folder))
   info = _text_of(folder / "model-info.txt").splitlines()
   variables = [match.groups() for line in info if (match := _VARIABLE.fullmatch(line))]
@@ -283,21 +282,15 @@ def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int,
   for row in _read_json_lines(folder / "samples.jsonl", notes):
     if not math.isnan(step := _number(row.get("step"))):
       samples[str(row.get("task"))].setdefault(int(step), []).append(_texts_of(row))
+  for file in sorted((folder / "inference_eval").glob("*.jsonl")):
+    if match := _PREDICTIONS.fullmatch(file.name):
+      texts = [*map(_texts_of, _read_json_lines(file, notes, _MAX_EXAMPLES))]
+      samples[match["task"]][int(match["step"])] = texts
   # Of a step that a restart has repeated, the last predictions remain.
-  shown = {
+  return {
     task: {step: by_step[step][-_MAX_EXAMPLES:] for step in sorted(by_step)[-_MAX_EVALUATIONS:]}
     for task, by_step in samples.items()
   }
-  files: dict[str, dict[int, pathlib.Path]] = collections.defaultdict(dict)
-  for file in (folder / "inference_eval").glob("*.jsonl"):
-    if match := _PREDICTIONS.fullmatch(file.name):
-      files[match["task"]][int(match["step"])] = file
-  for task, of_step in files.items():
-    shown[task] = {
-      step: [*map(_texts_of, _read_json_lines(of_step[step], notes, _MAX_EXAMPLES))]
-      for step in sorted(of_step)[-_MAX_EVALUATIONS:]
-    }
-  return shown
 
 
 def _texts_of(row: Mapping[str, Any]) -> Texts:
@@ -321,13 +314,7 @@ def parse_bindings(text: str) -> dict[str, str]:
 
   A report may be made of a folder that somebody else sent, so nothing is imported, evaluated or included.
   """
-  statements: list[str] = []
-  for line in text.splitlines():
-    if not line.strip() or line.lstrip().startswith("#"):
-      continue
-    if line.startswith((" ", "\t", ")", "]", "}")) and statements:
-      statements[-1] = f"{statements[-1].removesuffix(chr(92)).rstrip()} {line.strip()}"
-    else:
-      statements.append(line.rstrip())
-  found = (_BINDING.fullmatch(statement) for statement in statements)
-  return {match["name"]: match["value"].strip() for match in found if match}
+  return {
+    name: " ".join(line.removesuffix("\\").strip() for line in value.splitlines()).strip()
+    for name, value in _BINDING.findall(text)
+  }

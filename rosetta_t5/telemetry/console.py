@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import pathlib
@@ -44,7 +43,6 @@ _LINE_WIDTH = 120
 # On a terminal the bar shows the rest.
 _SECONDS_BETWEEN_LINES = 5.0
 _HEADER_WIDTH = len("computes")
-_log = logging.getLogger(__name__)
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
@@ -301,27 +299,23 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> N
   """
   if jax.process_index() != 0:
     return
-  folder = pathlib.Path(model_dir)
-  with terminal.optional_output(terminal.RUN_LOG):
+  log_file = pathlib.Path(model_dir, "run-log.jsonl")
+  with terminal.optional_output(log_file.name):
     if event == "start":  # A folder that was moved during the run is not created again.
-      folder.mkdir(parents=True, exist_ok=True)
-    with (folder / terminal.RUN_LOG).open("a", encoding="utf-8") as file:
+      log_file.parent.mkdir(parents=True, exist_ok=True)
+    with log_file.open("a", encoding="utf-8") as file:
       file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
 
 def log_model_info(
-  log_file: str | os.PathLike[str] | None, full_train_state: Any, partitioner: Any
+  log_file: str | os.PathLike[str], full_train_state: Any, partitioner: Any
 ) -> None:
-  """Writes `model_info` to `log_file`, or to the log if it is None, on the first process only."""
+  """Writes `model_info` to `log_file`, on the first process only."""
   if jax.process_index() != 0:
-    return
-  text = model_info(full_train_state, partitioner)
-  if log_file is None:
-    _log.info("%s", text)
     return
   with terminal.optional_output("model-info.txt"):
     os.makedirs(os.path.dirname(log_file), exist_ok=True)
-    pathlib.Path(log_file).write_text(text)
+    pathlib.Path(log_file).write_text(model_info(full_train_state, partitioner))
 
 
 def model_info(full_train_state: Any, partitioner: Any) -> str:
@@ -334,16 +328,16 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   arrays = _flatten(full_train_state)
   logical_axes = _flatten(partitioner.get_logical_axes(full_train_state))
   mesh_axes = _flatten(partitioner.get_mesh_axes(full_train_state))
-  sections: dict[str, list[str]] = {"target": [], "state": [], "flax_mutables": []}
-  for path, array in sorted(arrays.items()):
-    section, *names = path
-    if section == "flax_mutables":
-      names = [section, *names]
-    line = _format_array("/".join(names), array, logical_axes.get(path), mesh_axes.get(path))
-    sections[section].append(line)
-  total = count_parameters(full_train_state.params)
-  rest = [*sections["state"], *sections["flax_mutables"]]
-  lines = [*sections["target"], f"Total number of parameters: {total}", "", *rest]
+
+  def section(name: str) -> list[str]:
+    return [
+      _format_array(path, arrays[path], logical_axes.get(path), mesh_axes.get(path))
+      for path in sorted(arrays)
+      if path[0] == name
+    ]
+
+  total = f"Total number of parameters: {count_parameters(full_train_state.params)}"
+  lines = [*section("target"), total, "", *section("state"), *section("flax_mutables")]
   return "".join(f"{line}\n" for line in lines)
 
 
@@ -357,7 +351,8 @@ def _flatten(train_state: Any) -> Mapping[tuple[str, ...], Any]:
   return {path: leaf for path, leaf in leaves.items() if leaf is not None}
 
 
-def _format_array(name: str, array: Any, logical_axes: Any, mesh_axes: Any) -> str:
+def _format_array(path: tuple[str, ...], array: Any, logical_axes: Any, mesh_axes: Any) -> str:
+  name = "/".join(path if path[0] == "flax_mutables" else path[1:])
   # T5X prints None as the partition spec of an array without logical axes, which is replicated.
   size, shape = math.prod(array.shape), str(tuple(array.shape))
   spec = tuple(mesh_axes) if logical_axes else None

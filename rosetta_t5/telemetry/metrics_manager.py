@@ -118,10 +118,11 @@ class MetricsManager:
     ended = self._clock_thread.submit(_time_when_ready, metrics)
 
     def compute_and_write() -> dict[str, clu_values.Value]:
-      duration = ended.result() - started.result() if started else None
-      values = compute_values(metrics, duration, num_steps)
+      fetched = set_step_metrics_num_steps(jax.device_get(dict(metrics)), num_steps)
+      if started:
+        fetched = set_time_metrics_duration(fetched, ended.result() - started.result())
+      values = {name: metric.compute_value() for name, metric in fetched.items()}
       self._write_values(int(step), values)
-      self._call_writers("flush")
       return values
 
     return self._submit(compute_and_write)
@@ -164,6 +165,7 @@ class MetricsManager:
       from clu import metric_writers
 
       metric_writers.write_values(_AllMethods(self._call_writers), step, others)
+    self._call_writers("flush")
 
 
 class _Writer:
@@ -222,20 +224,3 @@ def _time_when_ready(tree: PyTree) -> float:
 def now() -> float:
   """Returns the time in seconds from an arbitrary start."""
   return time.monotonic()
-
-
-def compute_values(
-  metrics: Mapping[str, Any], duration: float | None = None, num_steps: int = 1
-) -> dict[str, clu_values.Value]:
-  """Returns the values of clu metrics.
-
-  Args:
-    metrics: clu metrics by name, merged over `num_steps` steps.
-    duration: the seconds that these steps took; None leaves out the time, which speeds need.
-    num_steps: the divisor of metrics that are averaged per step.
-  """
-  fetched = jax.device_get(dict(metrics))
-  if duration is not None:
-    fetched = set_time_metrics_duration(fetched, duration)
-  fetched = set_step_metrics_num_steps(fetched, num_steps)
-  return {name: metric.compute_value() for name, metric in fetched.items()}

@@ -161,8 +161,10 @@ def raise_if_nonfinite(
   first_bad = None if record is None else first_bad_name(record.bad, train_state.params)
   if first_bad is not None:
     step = int(record.step) + 1
-  elif names := nonfinite_metrics(metrics):
-    first_bad = f"metric {names[0]}"
+  else:  # Durations and speeds may be infinite.
+    measured = (name for name in metrics if not name.startswith("timing/"))
+    bad = (f"metric {name}" for name in measured if not math.isfinite(metrics[name]))
+    first_bad = next(bad, None)
   were_skipped = SKIPPED_STEPS in metrics and math.isfinite(metrics[WEIGHT_NORM])
   if first_bad is None or were_skipped:
     return
@@ -172,15 +174,6 @@ def raise_if_nonfinite(
     steps = [saved for saved in manager.all_steps() if saved < step]
     last_good = manager.directory / f"checkpoint_{steps[-1]}" if steps else None
   raise NonFiniteError(step, first_bad, last_good)
-
-
-def nonfinite_metrics(metrics: Mapping[str, float]) -> list[str]:
-  """Returns the names of metrics that are NaN or infinite, except durations and speeds."""
-  return [
-    name
-    for name, value in metrics.items()
-    if not name.startswith("timing/") and not math.isfinite(value)
-  ]
 
 
 def first_bad_name(bad: Any, params: PyTree) -> str | None:

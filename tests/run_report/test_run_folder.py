@@ -22,9 +22,15 @@ def timeline_of(folder):
 
 def test_starts_ends_and_checkpoints_are_found(runs):
   timeline = timeline_of(runs[0])
-  starts = [(s["seconds"], s["step"], s.get("hasEnd")) for s in timeline["starts"]]
-  assert starts == [(1, 0, True), (211, 300, False), (421, 600, True)]
-  assert [end["reason"] for end in timeline["ends"]] == ["interrupted", "finished"]
+  log = [(event["kind"], event["step"], event["reason"]) for event in timeline["log"]]
+  assert log == [
+    ("start", 0, None),
+    ("end", 300, "interrupted"),
+    ("start", 300, None),
+    ("start", 600, None),
+    ("end", 1000, "finished"),
+  ]
+  assert [e["seconds"] for e in timeline["log"] if e["kind"] == "start"] == [1, 211, 421]
   saved = {one["step"]: one["kept"] for one in timeline["checkpoints"]}
   assert sorted(saved) == list(range(100, 1001, 100))
   assert [step for step, kept in saved.items() if kept] == [900, 1000]

@@ -163,20 +163,35 @@ const KINDS = {
 };
 
 function eventsOf(run) {
-  const { starts, ends, checkpoints } = run.timeline;
-  const events = starts.map((start, n) => ({ ...start, kind: n ? "restart" : "start" }));
-  starts.slice(1).forEach((next, n) => {
-    if (!starts[n].hasEnd && run.timeline.progress) events.push({ kind: "lost", ...lastProgress(run, next.seconds) });
+  const { log, checkpoints, progress } = run.timeline;
+  const events = log.map((event, n) => {
+    if (event.kind === "end") return { ...event, kind: event.reason === "interrupted" ? "interrupted" : "finished" };
+    return { ...event, kind: n ? "restart" : "start" };
   });
-  ends.forEach((end) => events.push({ ...end, kind: end.reason === "interrupted" ? "interrupted" : "finished" }));
+  // A start that follows another start: the end of the run in between was not recorded.
+  const afterLoss = log.filter((event, n) => event.kind === "start" && log[n - 1]?.kind === "start");
+  if (progress) events.push(...afterLoss.map((restart) => ({ kind: "lost", ...lastProgress(run, restart.seconds) })));
   checkpoints.forEach((one) => events.push({ ...one, kind: "checkpoint", text: one.kept ? "kept" : "removed since" }));
   return events;
+}
+
+// The steps over time, with a gap at each restart.
+function progressOf(run) {
+  const { steps, seconds } = decodePoints(run.timeline.progress);
+  for (const restart of run.timeline.log.filter((event) => event.kind === "start").slice(1)) {
+    const at = seconds.findIndex((second) => second >= restart.seconds);
+    if (at > 0) {
+      steps.splice(at, 0, NaN);
+      seconds.splice(at, 0, restart.seconds);
+    }
+  }
+  return { steps, seconds };
 }
 
 // Where a run was when it was last heard of before a time.
 function lastProgress(run, time) {
   const { steps, seconds } = decodePoints(run.timeline.progress);
-  const n = seconds.findLastIndex((second, at) => second < time && !Number.isNaN(steps[at]));
+  const n = seconds.findLastIndex((second) => second < time);
   return n < 0 ? { seconds: time, step: 0 } : { seconds: seconds[n], step: steps[n] };
 }
 
@@ -184,7 +199,7 @@ function drawTimeline(plot) {
   const lines = [];
   visibleRuns().forEach((run, number) => {
     if (run.timeline.progress) {
-      const points = decodePoints(run.timeline.progress);
+      const points = progressOf(run);
       lines.push({
         x: inTimeUnit(points.seconds), y: points.steps, mode: "lines", name: plain(run.name),
         line: { color: color(run), width: 1.6 }, hovertemplate: "step %{y:,}", showlegend: false,
