@@ -206,4 +206,4 @@ def test_doctor_reports_another_package_named_t5x(monkeypatch, tmp_path, capsys)
   monkeypatch.delitem(__import__("sys").modules, "t5x", raising=False)
   monkeypatch.syspath_prepend(tmp_path)
   assert doctor.main() == 1
-  assert "t5x is a different package" in capsys.readouterr().out
+  assert f"`import t5x` finds {tmp_path}" in capsys.readouterr().out

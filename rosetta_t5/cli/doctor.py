@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import pathlib
 import platform
 from importlib import metadata
 
 from packaging.requirements import Requirement
+
+from rosetta_t5.user_errors import ConfigError
 
 # Optional package → what it is for and how to install it.
 OPTIONAL = {
@@ -63,14 +64,15 @@ def _version(package: str) -> str:
 
 def _check_import_paths() -> list[str]:
   """Prints where Python finds t5x and gin; another t5x or a folder named gin may hide ours."""
-  expected = pathlib.Path(__file__).resolve().parents[2] / "t5x"
-  problems = []
   for name in ("t5x", "gin"):
     spec = importlib.util.find_spec(name)
-    found = pathlib.Path(spec.origin).parent if spec and spec.origin else None
-    print(f"  import {name:<15}{found or 'not found'}")
-    if found is None:
-      problems.append(f"package {name} cannot be imported: check whether a folder {name} hides it")
-    elif name == "t5x" and found.resolve() != expected.resolve():
-      problems.append(f"t5x is a different package, not the one in {expected}: pip uninstall t5x")
-  return problems
+    print(f"  import {name:<15}{spec.origin if spec else 'not found'}")
+  try:
+    from rosetta_t5.config.t5x_surface import check_t5x_installation
+
+    check_t5x_installation()
+  except ImportError:
+    return ["gin-config cannot be imported: check whether a folder called gin hides it"]
+  except ConfigError as error:
+    return [str(error)]
+  return []

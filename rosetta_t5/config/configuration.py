@@ -47,12 +47,9 @@ def parse_gin_flags(
   program = read_program(gin_files, gin_bindings, gin_search_paths)
   if finalize_config:
     binding_checks.check_required(program)
-  problems = bind(program, skip_unknown=skip_unknown)
-  if finalize_config:
-    check_bound(program, None, problems)
-  problems.raise_if_any()
-  if finalize_config:
-    gin.finalize()
+    _bind_and_check(program, None, skip_unknown)
+  else:
+    bind(program, skip_unknown=skip_unknown).raise_if_any()
 
 
 def configure(program: Program, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,11 +62,17 @@ def configure(program: Program, function: Callable[..., Any]) -> Callable[..., A
   Raises:
     ConfigError: lists all that is wrong.
   """
-  problems = bind(program, function)
+  _bind_and_check(program, function)
+  return gin.get_configurable(function)
+
+
+def _bind_and_check(
+  program: Program, function: Callable[..., Any] | None, skip_unknown: bool | Sequence[str] = False
+) -> None:
+  problems = bind(program, function, skip_unknown)
   check_bound(program, function, problems)
   problems.raise_if_any()
   gin.finalize()
-  return gin.get_configurable(function)
 
 
 def check_bound(program: Program, function: Callable[..., Any] | None, problems: Problems) -> None:
@@ -96,8 +99,6 @@ def check_bound(program: Program, function: Callable[..., Any] | None, problems:
 
 
 Rows = list[tuple[str, str]]
-# The label of a row about something that could not be described, and so may be wrong.
-NOT_CHECKED = "not checked"
 
 
 @dataclasses.dataclass
@@ -160,13 +161,11 @@ def dry_run(
   unused = _listing("binding", "never used", [str(binding.source) for binding in resolved.unused])
   if resolved.problems.messages:
     raise ConfigError(_paragraphs(str(resolved.problems), unused))
-  unchecked = resolved.unchecked + [text for label, text in rows if label == NOT_CHECKED]
-  rows = [row for row in rows if row[0] != NOT_CHECKED]
   width = max((len(name) for name, _ in rows), default=0)
   table = "\n".join(f"{name:{width}}  {text}" for name, text in rows)
-  extent = " as far as it was checked" if unchecked else ""
+  extent = " as far as it was checked" if resolved.unchecked else ""
   verdict = f"The configuration is valid{extent}."
-  return _paragraphs(table, unused, _listing("value", "not checked", unchecked), verdict)
+  return _paragraphs(table, unused, _listing("value", "not checked", resolved.unchecked), verdict)
 
 
 def resolve(command: CommandLine, function: Callable[..., Any] | None) -> ResolvedRun:

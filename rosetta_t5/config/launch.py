@@ -64,7 +64,10 @@ def run_from_command_line(
     function = function or _select_run(command)
     if command.dry_run:
       if is_own_process:
-        _prepare_dry_run(command)
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")  # A dry run computes nothing.
+        _import_seqio(command)
       print(printable(dry_run(command, function, describe)))
       return None
     if function is None:
@@ -120,14 +123,6 @@ def runs_bound_by(program: Program) -> list[str]:
       elif statement.argument and not rest:
         names.append(first)  # on the command line, train.X reaches the run without an import
   return [name for name in dict.fromkeys(names) if name in RUN_MODES.values()]
-
-
-def _prepare_dry_run(command: CommandLine) -> None:
-  """Keeps JAX off all accelerators, since a dry run computes nothing, and imports TensorFlow quietly."""
-  import jax
-
-  jax.config.update("jax_platforms", "cpu")
-  _import_seqio(command)
 
 
 def _read_and_join(command: CommandLine) -> Program:

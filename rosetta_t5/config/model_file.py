@@ -51,6 +51,8 @@ ARGUMENTS = (
   "infer_eval_dataset_cfg",
   "eval_steps",
 )
+# The modules that a file may name; a list, because a file may contain what has no hash.
+_MODULES = [module for module in allow_list.IMPORTABLE if not module.startswith("__")]
 _LENGTHS = "task_feature_lengths"
 _PLAIN = (bool, int, float, str, type(None))
 # Functions for gin files alone, which return plain values.
@@ -82,7 +84,7 @@ def write_model_file(folder: pathlib.Path) -> None:
   content = {
     "version": _VERSION,
     # Some of them register tasks. Those of the user are left out: predictions for texts need no task.
-    "modules": [module for module in gin_internals.imported_modules() if _may_import(module)],
+    "modules": [module for module in gin_internals.imported_modules() if module in _MODULES],
     # Inference needs nothing else of the data.
     _LENGTHS: cfg.get(_LENGTHS) if isinstance(cfg, dict) else None,
     **run,
@@ -153,8 +155,13 @@ class ModelFile(Mapping[str, Any]):
 
   def use_data_folders(self) -> None:
     """Makes tasks read the folders of data that the run has recorded, unless the user names others."""
+    from rosetta_t5.data import local_copies, quickstart_data
+
     recorded = self.content.get("surroundings", {})
-    for name, variable in _data_variables().items():
+    for name, variable in (
+      ("data_folder", local_copies.DATA_VARIABLE),
+      ("quickstart_data", quickstart_data.FOLDER_VARIABLE),
+    ):
       if isinstance(recorded.get(name), str) and os.path.isdir(recorded[name]):
         os.environ.setdefault(variable, recorded[name])
 
@@ -166,7 +173,7 @@ class ModelFile(Mapping[str, Any]):
     """
     modules = self.content.get("modules", [])
     for module in modules if isinstance(modules, list) else [modules]:
-      if not _may_import(module):
+      if module not in _MODULES:
         raise ConfigError(f"{self.file}: {module!r} is not a module that this file may name")
       importlib.import_module(module)
 
@@ -210,11 +217,6 @@ def _build(node: Any) -> Any:
 
 def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
   return {name: _build(value) for name, value in node.items() if not name.startswith("@")}
-
-
-def _may_import(module: Any) -> bool:
-  is_name = isinstance(module, str) and not module.startswith("__")
-  return is_name and module in allow_list.IMPORTABLE
 
 
 def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:
@@ -299,16 +301,6 @@ def _open_inputs(node: Any, folder: pathlib.Path) -> Any:
       return {key: _open_inputs(value, folder) for key, value in node.items()}
     case _:
       return node
-
-
-def _data_variables() -> dict[str, str]:
-  """Returns the environment variables that name folders of data, by their names in model.json."""
-  from rosetta_t5.data import local_copies, quickstart_data
-
-  return {
-    "data_folder": local_copies.DATA_VARIABLE,
-    "quickstart_data": quickstart_data.FOLDER_VARIABLE,
-  }
 
 
 def _data_folders() -> dict[str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from typing import Any, Protocol
 
 import gin
@@ -110,23 +110,12 @@ def changes_since(
     now = (program or statements.read_program([], [get_gin_config_str()])).effective_bindings()
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
-  lines = []
-  for key in [key for key in before if key in now]:
-    old, new = before[key].value, now[key].value
-    is_same = text_of(old) == text_of(new)
-    if not is_same and text_of(_expand(old, before)) != text_of(_expand(new, now)):
-      lines.append(f"{now[key].name}: {text_of(old)} → {text_of(new)}")
-  return lines
-
-
-def _expand(value: Any, bindings: Mapping[tuple[str, ...], statements.Binding]) -> Any:
-  """Returns a value with each macro replaced by its value."""
-
-  def expand_leaf(leaf: Any) -> Any:
-    is_known = isinstance(leaf, statements.Macro) and (leaf.name,) in bindings
-    return _expand(bindings[(leaf.name,)].value, bindings) if is_known else leaf
-
-  return statements.map_leaves(expand_leaf, value)
+  texts = {
+    now[key].name: (text_of(before[key].value), text_of(now[key].value))
+    for key in before
+    if key in now
+  }
+  return [f"{name}: {old} → {new}" for name, (old, new) in texts.items() if old != new]
 
 
 def text_of(value: Any) -> str:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from rosetta_t5.checkpoints import read_start_facts
 from rosetta_t5.checkpoints.checkpoint_folders import step_of
-from rosetta_t5.config.configuration import NOT_CHECKED, ResolvedRun, Rows
+from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
@@ -61,7 +61,7 @@ def rows_of_sections(sections: Sequence[Callable[[Plan], Rows]], plan: Plan) -> 
     except Exception as error:
       # The cause may be a missing argument, which is a problem already, or a model with other inputs.
       if not problems:
-        rows.append((NOT_CHECKED, reason_of(error)[:200]))
+        plan.resolved.unchecked.append(reason_of(error)[:200])
   return rows
 
 
