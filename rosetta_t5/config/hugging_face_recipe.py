@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import has_own_biases, to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
-from rosetta_t5.checkpoints.formats.hugging_face import t5
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 from rosetta_t5.files import read_json_object
@@ -69,20 +68,24 @@ class _Folder:
     self.tokenizer_config = _read(path / "tokenizer_config.json")
     self.generation = _read(path / "generation_config.json")
     self.beams = self.generation.get("num_beams") or 1
-    self.is_gpt = hugging_face.is_gpt(self.config)
+    self.is_decoder = hugging_face.is_decoder(self.config)
     self.is_shifted = hugging_face.has_shifted_ids(self.config)
     self.notes: list[str] = []
     arrays = to_plain_tree(hugging_face.read_arrays(path))
     self.network = hugging_face.network_settings(file, self.config, arrays)
-    is_scalable = t5.has_own_biases(arrays)
-    self.package = "decoder_only" if self.is_gpt else "scalable_t5" if is_scalable else "t5"
+    is_scalable = has_own_biases(arrays)
+    self.package = "decoder_only" if self.is_decoder else "scalable_t5" if is_scalable else "t5"
 
   def recipe(self) -> str:
     """Returns the gin file."""
     vocabulary, arguments = self._vocabulary()
     decode_fn, decoding = self._decoding()
     network, lengths = self._network(vocabulary, arguments), self._lengths()
-    if self.is_gpt and decode_fn == "temperature_sample" and self.generation.get("max_new_tokens"):
+    if (
+      self.is_decoder
+      and decode_fn == "temperature_sample"
+      and self.generation.get("max_new_tokens")
+    ):
       # A row of a decoder contains the prompt too.
       half = lengths["targets"] // 2
       decoding["max_decode_steps"] = min(self.generation["max_new_tokens"], half)
@@ -111,7 +114,9 @@ class _Folder:
         self.notes.append(f"the tokenizer has {more} tokens more than the table has rows")
         network["vocab_size"] += more
     start = self.generation.get("decoder_start_token_id")
-    return network if self.is_gpt or start is None else network | {"decoder_start_token_id": start}
+    return (
+      network if self.is_decoder or start is None else network | {"decoder_start_token_id": start}
+    )
 
   def _vocabulary(self) -> tuple[str, dict[str, Any]]:
     """Returns the function that makes the folder's vocabulary, and its arguments.
@@ -206,7 +211,7 @@ class _Folder:
 
   def _lengths(self) -> dict[str, int]:
     """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""
-    if self.is_gpt:
+    if self.is_decoder:
       return {"targets": self.network["max_length"]}
     inputs = self.tokenizer_config.get("model_max_length") or self.config.get("n_positions") or 0
     # max_length counts the start token.

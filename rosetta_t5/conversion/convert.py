@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     "default: SRC's tree with its state",
   )
   add("--encoder-only", action="store_true", help="leave the decoder out")
-  add("--model-type", choices=hugging_face_folder.FAMILIES, help="the family in Transformers")
+  add("--model-type", choices=hugging_face_folder.MODEL_TYPES, help="the family in Transformers")
   add("--config", help="the run's config.gin, or a config.json; default: SRC's own")
   add("--tokenizer", help="spiece.model, or a folder with the tokenizer's files")
   parser.set_defaults(run=_run)

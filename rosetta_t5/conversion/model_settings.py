@@ -12,7 +12,8 @@ from typing import Any
 from etils import epath
 
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
-from rosetta_t5.checkpoints.formats.hugging_face import folder, gpt, t5
+from rosetta_t5.checkpoints.formats.hugging_face import folder
+from rosetta_t5.checkpoints.formats.hugging_face.families import find_family
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
 from rosetta_t5.checkpoints.run_start import read_source_config
 from rosetta_t5.config import model_file
@@ -60,42 +61,47 @@ def read_model_settings(
   Raises:
     ValueError: `config` does not exist, or does not describe such a model.
   """
-  plain, source = to_plain_tree(arrays), read_source_config(path)
-  is_gpt = gpt.POSITIONS in plain
-  cls: Any = TransformerConfig if is_gpt else T5Config
+  plain = to_plain_tree(arrays)
   file = epath.Path(config or epath.Path(path).parent / "config.gin")
   if config is not None and not file.exists():
     raise ValueError(f"--config {file}: there is no such file")
-  text = ""
-  if file.suffix == ".json":
-    source = folder.read_config(file)
-  elif file.exists() and not folder.is_hugging_face(path):
-    text = file.read_bytes().decode(errors="replace")
-  try:
-    if is_gpt:
-      sizes, derived = gpt.sizes(plain), {}
-    else:
-      sizes, derived = t5.sizes(plain), t5.network_settings({}, plain)
-  except (KeyError, ValueError):  # It is neither a T5 nor a GPT.
-    return ModelSettings(None, False, source)
-  if text:
-    settings = _run_settings(file, text, cls.__name__)
-  elif source:
-    settings = folder.network_settings(file, source, plain)
-  elif is_gpt:
-    return ModelSettings(None, False, source)
-  else:
-    settings = {}
-  network = _make_network(cls, derived | settings | sizes, file)
-  is_shifted = is_gpt and (network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text)))
+  is_json = file.suffix == ".json"
+  source = folder.read_config(file) if is_json else read_source_config(path)
+  is_run = file.exists() and not is_json and not folder.is_hugging_face(path)
+  text = file.read_bytes().decode(errors="replace") if is_run else ""
+  network = _read_network(plain, file, text, source)
+  is_shifted = isinstance(network, TransformerConfig) and (
+    network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text))
+  )
   return ModelSettings(network, is_shifted, source)
 
 
-def _make_network(cls: Any, settings: Config, file: epath.Path) -> Any:
-  names = {field.name for field in dataclasses.fields(cls)}
-  values = {name: x for name, x in settings.items() if name in names}
+def _read_network(plain: Arrays, file: epath.Path, text: str, source: Config) -> Any:
+  """Returns the config of a model's network, as `ModelSettings.network`.
+
+  Args:
+    plain: the model's arrays in the plain tree.
+    file: the config.gin or config.json.
+    text: the text of a config.gin; or "".
+    source: the content of a config.json; or {}.
+  """
+  family = find_family(plain)
+  cls: Any = TransformerConfig if family.IS_DECODER else T5Config
   try:
-    return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in values.items()})
+    sizes = family.sizes(plain)
+  except (KeyError, ValueError):  # It is neither a T5 nor a GPT.
+    return None
+  if not (text or source or not family.IS_DECODER):
+    return None  # Weights do not show a decoder's heads.
+  settings = {} if family.IS_DECODER else family.network_settings({}, plain)
+  if text:
+    settings |= _run_settings(file, text, cls.__name__)
+  elif source:
+    settings |= folder.network_settings(file, source, plain)
+  settings |= sizes
+  names = {field.name for field in dataclasses.fields(cls)} & settings.keys()
+  try:
+    return cls(**{n: tuple(x) if isinstance(x := settings[n], list) else x for n in names})
   except (TypeError, ValueError) as error:
     raise ValueError(f"{file}: {error}") from error
 

@@ -21,12 +21,12 @@ import psutil
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
+from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree, to_scalable_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, start_token
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks import t5 as t5_network
@@ -126,8 +126,8 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
     changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
   config: Any = dataclasses.replace(settings.network, **changes)
   module: Any = DecoderWrapper(config) if settings.is_gpt else t5_network.Transformer(config)
-  if t5.has_own_biases(plain):
-    plain = to_scalable_tree(plain)
+  if parameter_trees.has_own_biases(plain):
+    plain = parameter_trees.to_scalable_tree(plain)
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     module = scalable_t5.Transformer(scalable_t5.T5Config(**fields))
   params = unflatten_dict(
@@ -165,7 +165,7 @@ def _transformers_outputs(
   name = hugging_face_folder.architecture(config["model_type"], settings.network)
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens
-  start = gpt.start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
+  start = start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
   targets_1T = np.where(targets_1T == 0, start, targets_1T - settings.ids_are_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():

@@ -16,7 +16,7 @@ from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.formats.hugging_face import gpt
+from rosetta_t5.checkpoints.formats.hugging_face.families import gpt
 from rosetta_t5.conversion import convert
 from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from t5x.checkpoints import load_t5x_checkpoint

@@ -21,7 +21,8 @@ from rosetta_t5.checkpoints import (
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
-from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
+from rosetta_t5.checkpoints.formats.hugging_face import folder
+from rosetta_t5.checkpoints.formats.hugging_face.families import t5
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 MODELS = ("t5_1_0", "t5_1_1", "mt5_sharded", "umt5")
@@ -108,7 +109,7 @@ def test_other_families_are_refused(tmp_path):
   shutil.copytree(FIXTURES / "umt5", tmp_path / "other")
   (tmp_path / "other/config.json").write_text('{"model_type": "bart"}')
   with pytest.raises(
-    UnreadableCheckpointError, match=r"model_type must be one of t5, .* got 'bart'"
+    UnreadableCheckpointError, match=r"model_type must be one of .*t5, .* got 'bart'"
   ):
     read_arrays(tmp_path / "other")
 

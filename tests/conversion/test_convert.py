@@ -16,7 +16,8 @@ from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.formats.hugging_face import folder, t5
+from rosetta_t5.checkpoints.formats.hugging_face import folder
+from rosetta_t5.checkpoints.formats.hugging_face.families import t5
 from rosetta_t5.conversion import convert, verification
 
 MESH_TF = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/mesh_tf"

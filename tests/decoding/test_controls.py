@@ -19,7 +19,7 @@ import transformers_decodes
 from history_model import HistoryModel
 from transformers_decodes import CASES, CONFIGS, INPUTS, NEW_TOKENS, RECORDED
 
-from rosetta_t5.checkpoints.formats.hugging_face import gpt
+from rosetta_t5.checkpoints.formats.hugging_face.families import gpt
 from rosetta_t5.checkpoints.formats.hugging_face.folder import read_arrays
 from rosetta_t5.decoding import Controls, apply_controls, beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel

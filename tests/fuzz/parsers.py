@@ -25,7 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, read_run_facts
 from rosetta_t5.checkpoints.formats import t5x_layouts
-from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import PADDING_IS_TOKEN_0
 from rosetta_t5.checkpoints.formats.hugging_face.tokenizer_files import complete_tokenizer
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.model_file import read_model_file

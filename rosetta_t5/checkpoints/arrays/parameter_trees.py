@@ -53,6 +53,11 @@ def rename_shared_biases(arrays: Mapping[str, Any]) -> dict[str, Any]:
   return {renamed.get(name, name): array for name, array in arrays.items()}
 
 
+def has_own_biases(arrays: Mapping[str, Any]) -> bool:
+  """Returns whether each layer has a relative bias of its own, as in the scalable T5 and in UMT5."""
+  return any(map(_LAYER_BIAS.fullmatch, arrays))
+
+
 class CheckpointMismatchError(ValueError):
   """A checkpoint belongs to a different model or optimizer."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import logging
 import os
 import re
 import shutil
@@ -22,15 +21,14 @@ from safetensors.numpy import save_file
 
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
-from rosetta_t5.checkpoints.formats.hugging_face import gpt, t5
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, list_names
+from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE, find_family
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
 from rosetta_t5.files import expect_content, read_json_object
 
 CONFIG = "config.json"
 SENTENCEPIECE = "spiece.model"
-# {model_type: the module of its weights and settings}
-_MODULES: dict[str, Any] = {name: module for module in (t5, gpt) for name in module.FAMILIES}
-FAMILIES = tuple(_MODULES)
+MODEL_TYPES = tuple(BY_MODEL_TYPE)
 # Where weights are looked for, in this order.
 _WEIGHTS = (
   *("model.safetensors.index.json", "model.safetensors"),
@@ -44,8 +42,12 @@ _TOKENIZER = re.compile(
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Entries of a source's config.json that a conversion does not keep, because the class derives them.
-_NOT_KEPT = ("_name_or_path", "scale_decoder_outputs", "attention_layers", gpt.PADDING_IS_TOKEN_0)
-_log = logging.getLogger(__name__)
+_NOT_KEPT = (
+  "_name_or_path",
+  "scale_decoder_outputs",
+  "attention_layers",
+  name_tables.PADDING_IS_TOKEN_0,
+)
 
 
 def local_folder(source: epath.PathLike) -> str:
@@ -89,21 +91,22 @@ def is_hugging_face(path: epath.PathLike) -> bool:
 
 
 def architecture(model_type: str, network: Any) -> str:
-  """Returns the class in Transformers for a family and the network's config."""
-  name: str = _MODULES[model_type].FAMILIES[model_type]
-  if model_type in gpt.FAMILIES:
+  """Returns the class in Transformers for a model_type and the network's config."""
+  name: str = BY_MODEL_TYPE[model_type].MODEL_TYPES[model_type]
+  if BY_MODEL_TYPE[model_type].IS_DECODER:
     return name
   return name + ("ForConditionalGeneration" if network.num_decoder_layers else "EncoderModel")
 
 
-def is_gpt(config: Config) -> bool:
+def is_decoder(config: Config) -> bool:
   """Returns whether a config.json belongs to a decoder."""
-  return config.get("model_type") in gpt.FAMILIES
+  family = BY_MODEL_TYPE.get(config.get("model_type"))
+  return family is not None and family.IS_DECODER
 
 
 def has_shifted_ids(config: Config) -> bool:
   """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
-  return is_gpt(config) and not config.get(gpt.PADDING_IS_TOKEN_0)
+  return is_decoder(config) and not config.get(name_tables.PADDING_IS_TOKEN_0)
 
 
 def read_config(file: epath.PathLike) -> dict[str, Any]:
@@ -113,14 +116,13 @@ def read_config(file: epath.PathLike) -> dict[str, Any]:
     ValueError: the model is of another family, or computes something that our networks do not.
   """
   config = read_json_object(file)
-  family = config.get("model_type")
-  if family not in FAMILIES:
-    raise ValueError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-  for key, value in _MODULES[str(family)].FIXED.items():
+  name = str(config.get("model_type"))
+  if name not in MODEL_TYPES:
+    raise ValueError(f"{file}: model_type must be one of {', '.join(MODEL_TYPES)}, got {name!r}")
+  for key, value in BY_MODEL_TYPE[name].FIXED.items():
     if config.get(key, value) != value:
       raise ValueError(
-        f"{file}: {key} must be {value}, got {config[key]!r}, which this project's {family} does not "
-        "support"
+        f"{file}: {key} must be {value}, got {config[key]!r}, which this project's {name} does not support"
       )
   return config
 
@@ -134,20 +136,13 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """
   root = epath.Path(path)
   config = read_config(root / CONFIG)
-  family = _MODULES[config["model_type"]]
+  family = BY_MODEL_TYPE[config["model_type"]]
   # Transformers adds this prefix where a GPT is saved with its output layer.
   weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
-  if ignored := [name for name in weights if family.IGNORED.fullmatch(name)]:
-    _report_ignored(os.fspath(root), list_names(ignored))
-  used = {name: array for name, array in weights.items() if name not in ignored}
+  used = {name: array for name, array in weights.items() if not family.IGNORED.fullmatch(name)}
   arrays: dict[str, StoredArray] = family.read_arrays(used, config)
   network_settings(root / CONFIG, config, arrays)
   return arrays
-
-
-@functools.cache
-def _report_ignored(folder: str, names: str) -> None:
-  _log.warning("%s: these weights are not used, as in Transformers: %s", folder, names)
 
 
 def network_settings(file: epath.PathLike, config: Config, arrays: Arrays) -> dict[str, Any]:
@@ -162,10 +157,9 @@ def network_settings(file: epath.PathLike, config: Config, arrays: Arrays) -> di
     ValueError: config.json has settings that our networks do not.
   """
   try:
-    settings: dict[str, Any] = _MODULES[config["model_type"]].network_settings(config, arrays)
+    return dict(find_family(arrays).network_settings(config, arrays))
   except ValueError as error:
     raise ValueError(f"{file}: {error}") from None
-  return settings
 
 
 def make_config_and_weights(
@@ -182,31 +176,31 @@ def make_config_and_weights(
     network: its T5Config or TransformerConfig; None if it is not known.
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
     ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
-    model_type: the family in Transformers; None to derive it from the model.
+    model_type: the model_type in Transformers; None to derive it from the model.
 
   Raises:
     ValueError: Transformers has no architecture for the model.
   """
-  module: Any = t5 if any(name.startswith("target/encoder/") for name in arrays) else gpt
-  derived = module.find_family(arrays, network, source_config)
-  family = model_type or derived
-  if family not in module.FAMILIES:
-    raise ValueError(f"--model-type must be one of {', '.join(module.FAMILIES)} for this model")
-  dtype = arrays[module.EMBEDDING].dtype.name
-  is_same = source_config.get("model_type") in module.FAMILIES
+  family = find_family(arrays)
+  derived = family.find_model_type(arrays, network, source_config)
+  name = model_type or derived
+  if name not in family.MODEL_TYPES:
+    raise ValueError(f"--model-type must be one of {', '.join(family.MODEL_TYPES)} for this model")
+  dtype = arrays[family.EMBEDDING].dtype.name
+  is_same = source_config.get("model_type") in family.MODEL_TYPES
   kept = {key: source_config[key] for key in source_config if is_same and key not in _NOT_KEPT}
   config = {
-    **module.DEFAULTS,
+    **family.DEFAULTS,
     **kept,
-    **{entry: getattr(network, field) for entry, field in module.SIZES[family].items()},
-    **module.make_config(arrays, network, family, source_config, ids_are_shifted),
-    "model_type": family,
-    "architectures": [architecture(family, network)],
+    **{entry: getattr(network, field) for entry, field in family.SIZES[name].items()},
+    **family.make_config(arrays, network, name, source_config, ids_are_shifted),
+    "model_type": name,
+    "architectures": [architecture(name, network)],
     "dtype": dtype,
     "torch_dtype": dtype,
     "transformers_version": "5.0.0",
   }
-  return config, module.make_weights(arrays, config)
+  return config, family.make_weights(arrays, config)
 
 
 def write(

@@ -14,6 +14,8 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 
 Arrays = Mapping[str, StoredArray]
 Config = Mapping[str, Any]  # the content of a config.json
+# The entry of config.json that marks a decoder whose ids are those of its SentencePiece vocabulary.
+PADDING_IS_TOKEN_0 = "padding_is_token_0"
 _NAMES_SHOWN = 8
 # {Transformers' name: this project's}. Of several with one value, the first is the one that is written.
 _ACTIVATIONS = {
@@ -158,6 +160,15 @@ def are_equal(a: StoredArray, b: StoredArray) -> bool:
   if a is b:
     return True
   return a.shape == b.shape and all(np.array_equal(a.read(p), b.read(p)) for p in a.parts())
+
+
+def start_token(config: Config) -> int:
+  """Returns the token that starts a decoder's text; 0 if config.json names none that is in the vocabulary."""
+  for name in ("bos_token_id", "eos_token_id"):
+    token = config.get(name)
+    if isinstance(token, int) and 0 <= token < config["vocab_size"]:
+      return token
+  return 0
 
 
 def our_activation(entry: str, name: str) -> str:

@@ -15,8 +15,8 @@ from etils import epath
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
-from rosetta_t5.checkpoints.formats.hugging_face.folder import SENTENCEPIECE, is_gpt
-from rosetta_t5.checkpoints.formats.hugging_face.gpt import PADDING_IS_TOKEN_0
+from rosetta_t5.checkpoints.formats.hugging_face.folder import SENTENCEPIECE, is_decoder
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import PADDING_IS_TOKEN_0
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.files import read_json_object
 
@@ -51,7 +51,7 @@ def complete_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str,
   starts_texts = bool(config.get(PADDING_IS_TOKEN_0))
   is_complete = any((root / name).exists() for name in (_CONFIG, "tokenizer.json"))
   if (root / SENTENCEPIECE).exists():
-    keeps_files = is_gpt(config) or is_complete or config.get("pad_token_id")
+    keeps_files = is_decoder(config) or is_complete or config.get("pad_token_id")
     return _write_sentencepiece(root, config) if starts_texts or not keeps_files else {}
   if (root / "vocab.json").exists() and not is_complete and not starts_texts:
     _write_byte_pairs(root, config)
@@ -59,12 +59,12 @@ def complete_tokenizer(root: epath.Path, config: Mapping[str, Any]) -> dict[str,
 
 
 def _write_sentencepiece(root: epath.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-  file, is_decoder = root / SENTENCEPIECE, is_gpt(config)
+  file, starts_texts = root / SENTENCEPIECE, is_decoder(config)
   file.write_bytes(load_sentencepiece(file).serialized_model_proto())  # in which id 0 is padding
   model = _proto.ModelProto.FromString(file.read_bytes())
   end = model.trainer_spec.eos_id if model.trainer_spec.eos_id >= 0 else None
   try:
-    if is_decoder:
+    if starts_texts:
       tokenizer = make_tokenizer(model, start=_PADDING)
     else:
       has_room = config["vocab_size"] >= len(model.pieces) + _SENTINELS
@@ -76,7 +76,7 @@ def _write_sentencepiece(root: epath.Path, config: Mapping[str, Any]) -> dict[st
     (root / name).unlink(missing_ok=True)
   tokenizer.save(str(root / "tokenizer.json"), pretty=False)
   ids = {"pad_token": _PADDING, "eos_token": end}
-  ids |= {"bos_token": _PADDING} if is_decoder else {"unk_token": model.trainer_spec.unk_id}
+  ids |= {"bos_token": _PADDING} if starts_texts else {"unk_token": model.trainer_spec.unk_id}
   about = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,

@@ -19,11 +19,8 @@ from rosetta_t5.checkpoints.formats.hugging_face import name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.decoder_config import TransformerConfig
 
-# {model_type: the class in Transformers}
-FAMILIES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
-# The entry of config.json that marks a model whose ids are those of its SentencePiece vocabulary.
-PADDING_IS_TOKEN_0 = "padding_is_token_0"
-# Entries of config.json with the only value that the networks support, which is the default.
+MODEL_TYPES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
+IS_DECODER = True
 FIXED = {
   "scale_attn_weights": True,
   "scale_attn_by_inverse_layer_idx": False,
@@ -31,7 +28,6 @@ FIXED = {
   "tie_word_embeddings": True,
 }
 DEFAULTS: Config = {}
-# {family: {entry of config.json: field of TransformerConfig}} of the sizes.
 SIZES = {
   "gpt2": {
     "n_embd": "emb_dim",
@@ -49,12 +45,12 @@ SIZES = {
   },
 }
 EMBEDDING = "target/decoder/token_embedder/embedding"
-POSITIONS = "target/decoder/position_embedding"
+_POSITIONS = "target/decoder/position_embedding"
 # Masks in PyTorch's files, which are not weights.
 IGNORED = re.compile(r"h\.\d+\.(attn|crossattention)\.(attention\.)?(masked_)?bias")
 _LAYER = "target/decoder/layers_{n}"
 _HEADS = ("query", "key", "value")
-# {family: {Transformers' name: our names}} of a layer's matrices. GPT-2 joins three of them.
+# {model_type: {Transformers' name: our names}} of a layer's matrices. GPT-2 joins three of them.
 _MATRICES: dict[str, dict[str, tuple[str, ...]]] = {
   "gpt2": {
     "attn.c_attn": tuple(f"self_attention/{head}" for head in _HEADS),
@@ -75,14 +71,19 @@ _NORMS = {
 _GPT2_END = 50256
 
 
-def _weight_table(family: str) -> list[WeightMapping]:
-  """Returns all weights of a family; names lack the prefix `transformer.`."""
-  is_neo = family == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias
-  table = [WeightMapping("wte.weight", (EMBEDDING,)), WeightMapping("wpe.weight", (POSITIONS,))]
+def has(arrays: Arrays) -> bool:
+  """Returns whether weights have no encoder."""
+  return not any(name.startswith("target/encoder/") for name in arrays)
+
+
+def _weight_table(model_type: str) -> list[WeightMapping]:
+  """Returns all weights of a type of model; names lack the prefix `transformer.`."""
+  is_neo = model_type == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias
+  table = [WeightMapping("wte.weight", (EMBEDDING,)), WeightMapping("wpe.weight", (_POSITIONS,))]
   for theirs, ours in _NORMS.items():
     table.append(WeightMapping(f"{theirs}.weight", (f"{ours}/scale",)))
     table.append(WeightMapping(f"{theirs}.bias", (f"{ours}/bias",)))
-  matrices = _MATRICES[family] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
+  matrices = _MATRICES[model_type] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
   for name, parts in matrices.items():
     kernels, biases = (tuple(f"{_LAYER}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
     table.append(WeightMapping(f"h.{{n}}.{name}.weight", kernels, is_neo))
@@ -97,7 +98,7 @@ def sizes(arrays: Arrays) -> dict[str, int]:
   return {
     "vocab_size": rows,
     "emb_dim": width,
-    "max_length": arrays[POSITIONS].shape[0],
+    "max_length": arrays[_POSITIONS].shape[0],
     "num_layers": name_tables.count_layers(arrays, "target/decoder/layers_"),
     "mlp_dim": arrays["target/decoder/layers_0/mlp/wi/kernel"].shape[1],
   }
@@ -132,7 +133,7 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
     "scale_queries": not is_neo,
     "float32_attention_logits": is_neo,
     "divide_tied_logits": False,
-    "padding_never_follows": not config.get(PADDING_IS_TOKEN_0),
+    "padding_never_follows": not config.get(name_tables.PADDING_IS_TOKEN_0),
     "local_attention_window": _local_attention_window(config),
   }
 
@@ -162,17 +163,17 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
-  family, weights = config["model_type"], dict(weights)
+  model_type, weights = config["model_type"], dict(weights)
   head = weights.pop("lm_head.weight", None)
   if head is not None and not name_tables.are_equal(head, weights.get("wte.weight", head)):
     raise ValueError("lm_head.weight must equal wte.weight: this project's GPTs have tied tables")
-  arrays = name_tables.from_transformers(weights, _weight_table(family), family)
-  if not config.get(PADDING_IS_TOKEN_0):
+  arrays = name_tables.from_transformers(weights, _weight_table(model_type), model_type)
+  if not config.get(name_tables.PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
-    start = start_token({**config, "vocab_size": table_VD.shape[0]})
+    start = name_tables.start_token({**config, "vocab_size": table_VD.shape[0]})
     start_row_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
     arrays[EMBEDDING] = lazy_arrays.concatenate([start_row_1D, table_VD], 0)
-  for name in [name for name in arrays if family == "gpt_neo" and name.endswith("/kernel")]:
+  for name in [name for name in arrays if model_type == "gpt_neo" and name.endswith("/kernel")]:
     bias = f"{name.removesuffix('kernel')}bias"
     if _HEAD_BIAS.fullmatch(bias):
       size = arrays[name].shape[1]
@@ -180,17 +181,8 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   return arrays
 
 
-def start_token(config: Config) -> int:
-  """Returns the token that starts a text; 0 if config.json names none that is in the vocabulary."""
-  for name in ("bos_token_id", "eos_token_id"):
-    token = config.get(name)
-    if isinstance(token, int) and 0 <= token < config["vocab_size"]:
-      return token
-  return 0
-
-
-def find_family(arrays: Arrays, network: TransformerConfig | None, source_config: Config) -> str:
-  """Returns the family of a decoder: GPT-Neo if it has local layers or does not scale queries.
+def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: Config) -> str:
+  """Returns the type of a model: GPT-Neo if it has local layers or does not scale queries.
 
   Raises:
     ValueError: the weights are not those of a GPT, or the network's settings are not known.
@@ -217,45 +209,45 @@ def _scales_queries(network: TransformerConfig) -> bool:
 
 
 def make_config(
-  arrays: Arrays, network: TransformerConfig, family: str, source_config: Config, is_shifted: bool
+  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in the plain tree.
 
   Args:
     arrays: the weights by our names.
     network: the settings of the network.
-    family: 'gpt2' or 'gpt_neo'.
-    source_config: the config.json that the model came with; or {}.
+    model_type: 'gpt2' or 'gpt_neo'.
+    source: the config.json that the model came with; or {}.
     is_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
 
   Raises:
-    ValueError: the family does not support the config, or the config does not match these weights.
+    ValueError: Transformers does not support the config, or the config does not match these weights.
   """
-  _check_network(arrays, network, family)
+  _check_network(arrays, network, model_type)
   return {
-    **(_attention_types(network) if family == "gpt_neo" else {}),
-    **_vocabulary_entries(arrays[EMBEDDING], source_config, is_shifted),
+    **(_attention_types(network) if model_type == "gpt_neo" else {}),
+    **_vocabulary_entries(arrays[EMBEDDING], source, is_shifted),
     "activation_function": name_tables.their_activation(network.mlp_activations[0]),
     "layer_norm_epsilon": network.norm_epsilon,
     "tie_word_embeddings": True,
   }
 
 
-def _check_network(arrays: Arrays, network: TransformerConfig, family: str) -> None:
+def _check_network(arrays: Arrays, network: TransformerConfig, model_type: str) -> None:
   width, window = arrays[EMBEDDING].shape[1], network.local_attention_window
   reason = ""
   if network.num_heads * network.head_dim != width:
     reason = f"num_heads * head_dim must be {width}, got {network.num_heads} * {network.head_dim}"
-  elif family == "gpt2" and window is not None:
+  elif model_type == "gpt2" and window is not None:
     reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
-  elif network.divide_tied_logits or _scales_queries(network) != (family == "gpt2"):
+  elif network.divide_tied_logits or _scales_queries(network) != (model_type == "gpt2"):
     reason = "divide_tied_logits must be False, and scale_queries True only for gpt2"
-  elif family == "gpt_neo" and any(
+  elif model_type == "gpt_neo" and any(
     np.any(array.get()) for name, array in arrays.items() if _HEAD_BIAS.fullmatch(name)
   ):
     reason = "the biases of queries, keys and values must be zero, but they are not"
   if reason:
-    raise ValueError(f"this model cannot be written as Transformers' {family}: {reason}")
+    raise ValueError(f"this model cannot be written as Transformers' {model_type}: {reason}")
 
 
 def _attention_types(config: TransformerConfig) -> dict[str, Any]:
@@ -267,9 +259,7 @@ def _attention_types(config: TransformerConfig) -> dict[str, Any]:
   return {"attention_types": groups, "window_size": window}
 
 
-def _vocabulary_entries(
-  table: StoredArray, source_config: Config, is_shifted: bool
-) -> dict[str, Any]:
+def _vocabulary_entries(table: StoredArray, source: Config, is_shifted: bool) -> dict[str, Any]:
   """Returns the vocabulary size and the special tokens in config.json.
 
   If training has changed our row 0, which starts texts, it becomes a token of its own, the last one.
@@ -277,27 +267,27 @@ def _vocabulary_entries(
   size = table.shape[0]
   if not is_shifted:
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
-    return {"vocab_size": size, PADDING_IS_TOKEN_0: True, **ids}
-  end = source_config.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
-  start = start_token({"vocab_size": size - 1, **source_config}) if source_config else end
+    return {"vocab_size": size, name_tables.PADDING_IS_TOKEN_0: True, **ids}
+  end = source.get("eos_token_id", _GPT2_END if size > _GPT2_END + 1 else size - 2)
+  start = name_tables.start_token({"vocab_size": size - 1, **source}) if source else end
   first, copied = (table.read((slice(n, n + 1), slice(None))) for n in (0, start + 1))
   if not np.array_equal(first, copied):
     return {"vocab_size": size, "eos_token_id": end, "bos_token_id": size - 1}
   ids = {"vocab_size": size - 1, "eos_token_id": end}
   # The bos_token_id of the source, or its absence, is kept.
-  return ids if source_config else {**ids, "bos_token_id": start}
+  return ids if source else {**ids, "bos_token_id": start}
 
 
 def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree and their config.json."""
-  family, is_neo = config["model_type"], config["model_type"] == "gpt_neo"
+  model_type, is_neo = config["model_type"], config["model_type"] == "gpt_neo"
   kept = {n: x for n, x in arrays.items() if not (is_neo and _HEAD_BIAS.fullmatch(n))}
-  if not config.get(PADDING_IS_TOKEN_0):
+  if not config.get(name_tables.PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     parts = [lazy_arrays.slice_axis(table_VD, 0, 1, table_VD.shape[0])]
     if config["vocab_size"] == table_VD.shape[0]:
       # Row 0 is no longer a copy of another token's row, so it becomes the last one.
       parts.append(lazy_arrays.slice_axis(table_VD, 0, 0, 1))
     kept[EMBEDDING] = lazy_arrays.concatenate(parts, 0)
-  theirs = name_tables.to_transformers(kept, _weight_table(family), family)
+  theirs = name_tables.to_transformers(kept, _weight_table(model_type), model_type)
   return {f"transformer.{name}": array for name, array in theirs.items()}

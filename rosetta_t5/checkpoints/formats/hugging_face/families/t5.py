@@ -15,6 +15,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import (
   EMBEDDING,
   HEAD,
   NORMS,
+  has_own_biases,
   rename_shared_biases,
 )
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
@@ -22,17 +23,10 @@ from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Conf
 from rosetta_t5.networks.t5_config import T5Config
 
 _SWITCH = "switch_transformers"
-# {model_type: the beginning of its classes' names}
-FAMILIES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
-# Entries of config.json with the only value that the networks support, which is the default.
+MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
+IS_DECODER = False
 FIXED = {"router_bias": False}
-# Entries of config.json for a model that does not come from one.
 DEFAULTS = {"dropout_rate": 0.1, "initializer_factor": 1.0, "pad_token_id": 0, "eos_token_id": 1}
-# {entry of config.json: (field of T5Config, the default of both)}. The weights show the others.
-SETTINGS: dict[str, tuple[str, Any]] = {
-  "relative_attention_max_distance": ("max_distance", 128),
-  "layer_norm_epsilon": ("norm_epsilon", 1e-6),
-}
 _SIZES = {
   "vocab_size": "vocab_size",
   "d_model": "emb_dim",
@@ -43,9 +37,8 @@ _SIZES = {
   "num_decoder_layers": "num_decoder_layers",
   "relative_attention_num_buckets": "num_buckets",
 }
-# {family: {entry of config.json: field of T5Config}} of the sizes, which the weights show.
-SIZES = dict.fromkeys(FAMILIES, _SIZES)
-# Weights that Transformers ignores. Mesh TensorFlow's T5 1.0 had such a bias.
+SIZES = dict.fromkeys(MODEL_TYPES, _SIZES)
+# Mesh TensorFlow's T5 1.0 had such a bias, which Transformers ignores.
 IGNORED = re.compile(
   r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
 )
@@ -62,12 +55,17 @@ _MT5_VOCABULARY = 250112
 _EXPERT_CAPACITY = 64  # the default of Transformers
 
 
-def _weight_table(family: str) -> list[WeightMapping]:
-  """Returns every weight that a model of a family may have, in the plain tree.
+def has(arrays: Arrays) -> bool:
+  """Returns whether weights have an encoder."""
+  return any(name.startswith("target/encoder/") for name in arrays)
+
+
+def _weight_table(model_type: str) -> list[WeightMapping]:
+  """Returns every weight that a model of a type may have, in the plain tree.
 
   A relative bias that all layers share belongs to layer 0.
   """
-  mlp = "mlp" if family == _SWITCH else "DenseReluDense"
+  mlp = "mlp" if model_type == _SWITCH else "DenseReluDense"
   table = [
     WeightMapping(_SHARED, (EMBEDDING,)),
     WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
@@ -85,8 +83,8 @@ def _weight_table(family: str) -> list[WeightMapping]:
     }
     optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1")}
     optional["0.SelfAttention.relative_attention_bias"] = "relpos_bias/rel_embedding"
-    (optional if family == _SWITCH else required)[f"{last}.wo"] = "mlp/wo/kernel"
-    if family == _SWITCH:
+    (optional if model_type == _SWITCH else required)[f"{last}.wo"] = "mlp/wo/kernel"
+    if model_type == _SWITCH:
       optional[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
       for name in ("wi", "wo"):
         optional[f"{last}.experts.expert_{{e}}.{name}"] = f"mlp/expert/{name}/kernel"
@@ -194,7 +192,9 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """
   padding = config.get("pad_token_id") or 0
   start = config.get("decoder_start_token_id")
-  settings = {field: config.get(entry, value) for entry, (field, value) in SETTINGS.items()} | {
+  settings = {
+    "max_distance": config.get("relative_attention_max_distance", 128),
+    "norm_epsilon": config.get("layer_norm_epsilon", 1e-6),
     "mlp_activations": _read_activations(config, arrays),
     "logits_via_embedding": HEAD not in arrays,
     "decoder_start_token_id": padding if start is None else start,
@@ -245,38 +245,33 @@ def _expert_layers(arrays: Arrays) -> dict[str, tuple[int, int]]:
   return result
 
 
-def find_family(arrays: Arrays, network: T5Config, source_config: Config) -> str:
-  """Returns the family of weights: UMT5 has a bias in each layer, and mT5's vocabulary a known size.
+def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
+  """Returns the type of a model: UMT5 has a bias in each layer, and mT5's vocabulary a known size.
 
   Args:
     arrays: the weights by T5X's names.
     network: not used.
-    source_config: the config.json that the model came with, which decides between T5 and mT5; or {}.
+    source: the config.json that the model came with, which decides between T5 and mT5; or {}.
   """
   if _count_experts(arrays):
     return _SWITCH
   if has_own_biases(arrays):
     return "umt5"
   default = "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
-  source = source_config.get("model_type")
-  return source if source in ("t5", "mt5") else default
-
-
-def has_own_biases(arrays: Arrays) -> bool:
-  """Returns whether each layer has a relative bias of its own, as in UMT5."""
-  return any(re.search(r"/layers_\d+/relpos_bias/", name) for name in arrays)
+  stated = source.get("model_type")
+  return stated if stated in ("t5", "mt5") else default
 
 
 def make_config(
-  arrays: Arrays, network: T5Config, family: str, source_config: Config, is_shifted: bool
+  arrays: Arrays, network: T5Config, model_type: str, source: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in T5X's plain tree.
 
   Args:
     arrays: the weights by T5X's names, with 2-D kernels.
     network: the settings of the network.
-    family: one of FAMILIES.
-    source_config: the config.json that the model came with; or {}.
+    model_type: one of MODEL_TYPES.
+    source: the config.json that the model came with; or {}.
     is_shifted: not used.
 
   Raises:
@@ -284,12 +279,13 @@ def make_config(
   """
   has_decoder = network.num_decoder_layers > 0
   # Transformers 5 before 5.24 divides the input of every UMT5's head, and saves no entry for it.
-  version = str(source_config.get("transformers_version"))
-  is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source_config
-  is_scaled = HEAD not in arrays or (family == "umt5" and is_from_5)
+  version = str(source.get("transformers_version"))
+  is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source
+  is_scaled = HEAD not in arrays or (model_type == "umt5" and is_from_5)
   return {
     **({} if has_decoder else {"num_decoder_layers": network.num_encoder_layers}),
-    **{entry: getattr(network, field) for entry, (field, _) in SETTINGS.items()},
+    "relative_attention_max_distance": network.max_distance,
+    "layer_norm_epsilon": network.norm_epsilon,
     **_activation_entries(tuple(network.mlp_activations)),
     "decoder_start_token_id": network.decoder_start_token_id,
     "is_encoder_decoder": has_decoder,
@@ -297,7 +293,7 @@ def make_config(
     # Transformers 4 decides by the first entry whether logits are divided by √d_model, as in T5 1.0, and
     # Transformers 5 by the second one.
     "tie_word_embeddings": is_scaled,
-    **({"scale_decoder_outputs": is_scaled} if family in ("t5", "umt5") else {}),
+    **({"scale_decoder_outputs": is_scaled} if model_type in ("t5", "umt5") else {}),
     **_expert_entries(arrays, network),
   }
 
@@ -343,17 +339,17 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   Raises:
     ValueError: Transformers' family lacks some of the parameters.
   """
-  family = config["model_type"]
+  model_type = config["model_type"]
   # A bias that the layers share belongs to layer 0.
   own = {
     n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
     for n, x in arrays.items()
   }
-  theirs = name_tables.to_transformers(own, _weight_table(family), FAMILIES[family])
+  theirs = name_tables.to_transformers(own, _weight_table(model_type), MODEL_TYPES[model_type])
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
-  if family == "mt5" and _HEAD not in theirs and config["is_encoder_decoder"]:
+  if model_type == "mt5" and _HEAD not in theirs and config["is_encoder_decoder"]:
     # Transformers' mT5 never divides, so tied logits need a head of their own.
     theirs[_HEAD] = scale(theirs[_SHARED], 1 / sqrt_d_model)
   return theirs
