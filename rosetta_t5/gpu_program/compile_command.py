@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
 import functools
 import importlib.resources
@@ -23,7 +22,7 @@ from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.files import write_atomically
 from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.hlo import parse_program
-from rosetta_t5.gpu_program.kernels import KINDS, Collective
+from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
 from rosetta_t5.networks.kernel_choice import KernelChoice
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
@@ -215,19 +214,16 @@ def _kernel_rows(timeline: Timeline, top: int) -> Rows:
 
 def _collective_rows(timeline: Timeline) -> Rows:
   """Returns a table of the collectives, added up by kind and axes."""
-  groups: dict[str, list[Collective]] = collections.defaultdict(list)
-  for each in timeline.collectives:
-    link = "network" if each.leaves_node else "NVLink"
-    axes = ", ".join(each.axes) or "no mesh axis"
-    groups[f"{each.kind} over {axes} by {link}"].append(each)
+  added = ("sent", "seconds", "exposed_seconds")
+  sums = add_up(timeline.collectives, "kind", "axes", "leaves_node", added=added)
   lines = [f"{'calls':>9} {'GB sent':>8} {'ms':>8} {'waits':>8}"]
-  for name, members in groups.items():
-    calls = sum(each.count for each in members)
-    sent = sum(each.count * each.sent for each in members)
-    seconds = sum(each.count * each.seconds for each in members)
-    exposed = sum(each.count * each.exposed_seconds for each in members)
-    lines.append(f"{calls:9} {sent / 1e9:8.3f} {seconds * 1e3:8.2f} {exposed * 1e3:8.2f}  {name}")
-  return labeled("sends", lines) if groups else []
+  for (kind, axes, leaves_node), row in sums.items():
+    link = "network" if leaves_node else "NVLink"
+    lines.append(
+      f"{row['count']:9.0f} {row['sent'] / 1e9:8.3f} {row['seconds'] * 1e3:8.2f} "
+      f"{row['exposed_seconds'] * 1e3:8.2f}  {kind} over {', '.join(axes) or 'no mesh axis'} by {link}"
+    )
+  return labeled("sends", lines) if sums else []
 
 
 STEPS = ("train", "eval", "predict", "score")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import math
 import re
-from collections.abc import Iterator
 from typing import Any
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -18,6 +18,10 @@ _CALLED = re.compile(
   r"\b(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
 _BITS = re.compile(r"\d+")
+
+
+# The instructions of a computation by name, in the order of the schedule.
+Computation = dict[str, "Instruction"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Array:
     return math.ceil(self.size * (int(bits[0]) if bits else 8) / 8)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
   """One line of a program.
 
@@ -47,14 +51,18 @@ class Instruction:
     name: its name in its computation.
     opcode: what it does, such as `fusion`.
     arrays: its results.
-    operands: the names of its operands; for a parameter, its number.
-    attributes: the text after the operands.
+    operands: the instructions whose results it uses.
+    called: the computations that it calls.
+    arguments: the text between the parentheses; for a parameter, its number.
+    attributes: the text after the parentheses.
   """
 
   name: str
   opcode: str
   arrays: tuple[Array, ...]
-  operands: tuple[str, ...]
+  operands: tuple[Instruction, ...]
+  called: tuple[Computation, ...]
+  arguments: str
   attributes: str
 
   @property
@@ -66,13 +74,6 @@ class Instruction:
   def source(self) -> str:
     """Where the user's program computes it: the path of modules and the primitive, or ""."""
     return self.text("op_name")
-
-  @property
-  def called(self) -> tuple[str, ...]:
-    """The names of the computations that it calls."""
-    return tuple(
-      name for found in _CALLED.findall(self.attributes) for name in _NAME.findall(found)
-    )
 
   def text(self, attribute: str) -> str:
     """Returns the value of an attribute that is a string in quotes; "" if it has none."""
@@ -91,46 +92,27 @@ class Instruction:
     return json.JSONDecoder().raw_decode("{" + text)[0] if found else {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-  """A program: its computations, each with its instructions in the order of the schedule.
-
-  Attributes:
-    computations: name → {name of the instruction: the instruction}.
-    entry: the name of the computation that is called first.
-  """
-
-  computations: dict[str, dict[str, Instruction]]
-  entry: str
-
-  def operands(self, computation: str, instruction: Instruction) -> Iterator[Instruction]:
-    """Yields the instructions whose results an instruction uses."""
-    defined = self.computations[computation]
-    return (defined[name] for name in instruction.operands if name in defined)
-
-
-def parse_program(text: str) -> Program:
-  """Returns the program of `compiled.as_text()`."""
-  computations: dict[str, dict[str, Instruction]] = {}
+def parse_program(text: str) -> Computation:
+  """Returns the computation that is called first, of the text of `compiled.as_text()`."""
+  computations: dict[str, Computation] = collections.defaultdict(dict)
   entry = ""
-  current: dict[str, Instruction] = {}
   for line in text.splitlines():
     if header := _COMPUTATION.match(line):
-      current = computations.setdefault(header[2], {})
+      current = computations[header[2]]
       entry = header[2] if header[1] else entry
     elif found := _INSTRUCTION.match(line):
-      current[found[1]] = _instruction(*found.groups())
-  return Program(computations, entry)
-
-
-def _instruction(name: str, shape: str, opcode: str, rest: str) -> Instruction:
-  end = _closing_parenthesis(rest)
-  arrays = tuple(
-    Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
-    for dtype, sizes in _ARRAY.findall(shape)
-  )
-  operands = (rest[:end],) if opcode == "parameter" else tuple(_NAME.findall(rest[:end]))
-  return Instruction(name, opcode, arrays, operands, rest[end + 1 :])
+      name, shapes, opcode, rest = found.groups()
+      end = _closing_parenthesis(rest)
+      arguments, attributes = rest[:end], rest[end + 1 :]
+      arrays = tuple(
+        Array(dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(shapes)
+      )
+      operands = tuple(current[x] for x in _NAME.findall(arguments) if x in current)
+      names = _NAME.findall(" ".join(_CALLED.findall(attributes)))
+      called = tuple(computations[x] for x in names)
+      current[name] = Instruction(name, opcode, arrays, operands, called, arguments, attributes)
+  return computations[entry]
 
 
 def _closing_parenthesis(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from rosetta_t5.gpu_program.hlo import Instruction, Program, short_source
+from rosetta_t5.gpu_program.hlo import Computation, Instruction, short_source
 
 MATMUL = "matmuls (cuBLASLt)"
 FP8_MATMUL = "fp8 matmuls (cuBLASLt)"
@@ -74,29 +74,28 @@ class Kernel:
   bound: str = ""
 
 
-def kernel_of(program: Program, computation: str, instruction: Instruction) -> Kernel | None:
+def kernel_of(instruction: Instruction) -> Kernel | None:
   """Returns the kernel that an instruction starts; None if it starts none."""
   if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
     return None
-  operands = list(program.operands(computation, instruction))
-  flops, dtype = _matmul_flops(program, instruction, operands)
+  flops, dtype = _matmul_flops(instruction)
   return Kernel(
     name=instruction.name,
-    kind=_kind_of(program, instruction, flops),
+    kind=_kind_of(instruction, flops),
     source=short_source(instruction.source),
     flops=flops,
     dtype=dtype,
-    bytes=_bytes_moved(program, instruction, operands),
+    bytes=_bytes_moved(instruction),
   )
 
 
-def _kind_of(program: Program, instruction: Instruction, flops: float) -> str:
+def _kind_of(instruction: Instruction, flops: float) -> str:
   target = instruction.text("custom_call_target")
   called = [kind for part, kind in _LIBRARIES.items() if part in target]
   if called:
     return called[0]
   if instruction.opcode == "fusion":
-    return _kind_of_fusion(list(_fused(program, instruction)), has_matmul=flops > 0)
+    return _kind_of_fusion(list(_fused(instruction)), has_matmul=flops > 0)
   if flops:
     return MATMUL
   return COPY if instruction.opcode in ("copy", "copy-start", "transpose") else OTHER
@@ -112,19 +111,17 @@ def _kind_of_fusion(inside: list[Instruction], has_matmul: bool) -> str:
   return COPY if opcodes <= _MOVES else LOOP
 
 
-def _fused(program: Program, instruction: Instruction) -> Iterator[Instruction]:
+def _fused(fusion: Instruction) -> Iterator[Instruction]:
   """Yields all instructions inside a fusion."""
-  for name in instruction.called:
-    for fused in program.computations[name].values():
-      yield fused
-      if fused.opcode == "fusion":
-        yield from _fused(program, fused)
+  for fused in fusion.called[0].values():
+    yield fused
+    if fused.opcode == "fusion":
+      yield from _fused(fused)
 
 
-def _matmul_flops(
-  program: Program, instruction: Instruction, operands: list[Instruction]
-) -> tuple[float, str]:
+def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
   """Returns the FLOPs of the matmuls in a kernel, and the type of their operands."""
+  operands = instruction.operands
   target = instruction.text("custom_call_target")
   if target.startswith("__cublas"):
     config = instruction.backend_config.get("gemm_backend_config", {})
@@ -143,12 +140,11 @@ def _matmul_flops(
     return _attention_flops(matmuls, math.prod(q.shape[:3]) * k.shape[1], operands[0])
   if instruction.opcode == "dot":
     return _dot_flops(instruction, operands[0], instruction.dimensions("lhs_contracting_dims"))
-  total, dtype = 0.0, ""
-  for name in instruction.called if instruction.opcode == "fusion" else ():
-    for fused in program.computations[name].values():
-      flops, found = _matmul_flops(program, fused, list(program.operands(name, fused)))
-      total, dtype = total + flops, dtype or found
-  return total, dtype
+  if instruction.opcode != "fusion":
+    return 0.0, ""
+  found = [_matmul_flops(fused) for fused in instruction.called[0].values()]
+  dtypes = (dtype for _, dtype in found if dtype)
+  return sum(flops for flops, _ in found), next(dtypes, "")
 
 
 def _dot_flops(
@@ -164,59 +160,58 @@ def _attention_flops(matmuls: int, logits: int, query: Instruction) -> tuple[flo
   return 2.0 * matmuls * logits * array.shape[-1], array.dtype
 
 
-def _bytes_moved(program: Program, instruction: Instruction, operands: list[Instruction]) -> float:
+def _bytes_moved(instruction: Instruction) -> float:
   """Returns the bytes that a kernel reads and writes; of a slice, only those of the slice."""
+  operands = instruction.operands
   if instruction.opcode in _SLICES:
     return 2 * instruction.bytes
   if instruction.opcode == "dynamic-update-slice":
     return 2 * operands[1].bytes
   if instruction.opcode == "copy-start":  # its results are the copy, the original and a context
     return 2 * operands[0].bytes
-  if instruction.opcode != "fusion" or not instruction.called:
+  if instruction.opcode != "fusion":
     is_library = instruction.text("custom_call_target").startswith("__cu")
     written = [a.bytes for a in instruction.arrays if not (is_library and a.dtype in ("s8", "u8"))]
     return sum({operand.name: operand.bytes for operand in operands}.values()) + sum(written)
-  return _bytes_of_fusion(program.computations[instruction.called[0]], instruction, operands)
+  return _bytes_of_fusion(instruction)
 
 
-def _bytes_of_fusion(
-  fused: dict[str, Instruction], fusion: Instruction, operands: list[Instruction]
-) -> float:
+def _bytes_of_fusion(fusion: Instruction) -> float:
+  (fused,) = fusion.called
   # An update of a parameter happens in place; only the update itself is written.
   updates = [
     i
     for i in fused.values()
-    if i.opcode == "dynamic-update-slice"
-    and fused[i.operands[0]].opcode in ("parameter", "bitcast")
+    if i.opcode == "dynamic-update-slice" and i.operands[0].opcode in ("parameter", "bitcast")
   ]
-  read = sum(_bytes_read(fused, number, op) for number, op in enumerate(operands))
+  read = sum(_bytes_read(fused, number, op) for number, op in enumerate(fusion.operands))
   written_in_place = sum(update.bytes for update in updates)
-  update_bytes = sum(fused[update.operands[1]].bytes for update in updates)
+  update_bytes = sum(update.operands[1].bytes for update in updates)
   return read + max(fusion.bytes - written_in_place, 0) + update_bytes
 
 
-def _bytes_read(fused: dict[str, Instruction], number: int, operand: Instruction) -> float:
+def _bytes_read(fused: Computation, number: int, operand: Instruction) -> float:
   """Returns the bytes that a fusion reads of its operand: slices of it, or all."""
-  parameter = next(
-    (i.name for i in fused.values() if i.opcode == "parameter" and i.operands == (str(number),)), ""
+  (parameter,) = (
+    i for i in fused.values() if (i.opcode, i.arguments) == ("parameter", str(number))
   )
   read = 0.0
-  for user, name in _users(fused, parameter):
-    if user.opcode in _SLICES and user.operands[0] == name:
+  for user, value in _users(fused, parameter):
+    if user.opcode in _SLICES and user.operands[0] is value:
       read += user.bytes
-    elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+    elif not (user.opcode == "dynamic-update-slice" and user.operands[0] is value):
       return operand.bytes
   return min(read, operand.bytes)
 
 
-def _users(fused: dict[str, Instruction], name: str) -> Iterator[tuple[Instruction, str]]:
-  """Yields the instructions that use a value or another shape of it, and that value's name."""
+def _users(fused: Computation, value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
+  """Yields the instructions that use a value or another shape of it, and which of these."""
   for user in fused.values():
-    if user.opcode != "parameter" and name in user.operands:
+    if value in user.operands:
       if user.opcode == "bitcast":
-        yield from _users(fused, user.name)
+        yield from _users(fused, user)
       else:
-        yield user, name
+        yield user, value
 
 
 # Kind → the bytes that one of n devices sends in a ring, for one byte of its operand.
@@ -264,13 +259,11 @@ class Collective:
   leaves_node: bool = False
 
 
-def collective_of(
-  program: Program, computation: str, instruction: Instruction, mesh: Mapping[str, int]
-) -> Collective | None:
+def collective_of(instruction: Instruction, mesh: Mapping[str, int]) -> Collective | None:
   """Returns the collective that an instruction starts; None if it starts none."""
-  operands = list(program.operands(computation, instruction))
+  operands = instruction.operands
   if instruction.opcode == "async-start":
-    inside = [i for name in instruction.called for i in program.computations[name].values()]
+    inside = instruction.called[0].values()
     instruction = next((i for i in inside if i.opcode in _SENT), instruction)
   kind = instruction.opcode.removesuffix("-start")
   if kind not in _SENT:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5.gpu_program.hlo import Instruction, Program
+from rosetta_t5.gpu_program.hlo import Computation, Instruction
 from rosetta_t5.gpu_program.kernels import Collective, Kernel, collective_of, kernel_of
 from rosetta_t5.plan.estimate import seconds_on_links
 from rosetta_t5.telemetry.gpus import Gpu
@@ -57,7 +57,7 @@ class Timeline:
 
 
 def time_program(
-  program: Program, gpu: Gpu, mesh: Mapping[str, int], unknown_trips: int = 1
+  program: Computation, gpu: Gpu, mesh: Mapping[str, int], unknown_trips: int = 1
 ) -> Timeline:
   """Returns the timeline of a program.
 
@@ -65,8 +65,8 @@ def time_program(
     mesh: the size of each mesh axis, outermost first.
     unknown_trips: how often a loop runs if the program does not say it, as in decoding.
   """
-  scheduler = _Scheduler(program, gpu, mesh, unknown_trips)
-  scheduler.run(program.entry, 1)
+  scheduler = _Scheduler(gpu, mesh, unknown_trips)
+  scheduler.run(program, 1)
   for name in list(scheduler.running):  # not waited for in the computation that started them
     scheduler.end(name, 1)
   return scheduler.timeline
@@ -84,7 +84,6 @@ class _Scheduler:
     running: by the instruction that starts it, a collective, and when it ends.
   """
 
-  program: Program
   gpu: Gpu
   mesh: Mapping[str, int]
   unknown_trips: int
@@ -93,25 +92,25 @@ class _Scheduler:
   links_free: float = 0.0
   running: dict[str, tuple[Collective, float]] = dataclasses.field(default_factory=dict)
 
-  def run(self, computation: str, count: int) -> None:
+  def run(self, computation: Computation, count: int) -> None:
     """Runs a computation that a step executes `count` times."""
-    for instruction in self.program.computations[computation].values():
+    for instruction in computation.values():
       if instruction.opcode in ("while", "call", "conditional"):
-        for name, times in self._calls(instruction):
+        for called, times in self._calls(instruction):
           started = self.now
-          self.run(name, count * times)
+          self.run(called, count * times)
           self.now += (times - 1) * (self.now - started)
       elif instruction.opcode.endswith("-done"):
-        for name in instruction.operands:
-          self.end(name, count)
-      elif collective := collective_of(self.program, computation, instruction, self.mesh):
+        for operand in instruction.operands:
+          self.end(operand.name, count)
+      elif collective := collective_of(instruction, self.mesh):
         self._start(instruction.name, collective)
         if not instruction.opcode.endswith("-start"):
           self.end(instruction.name, count)
-      elif kernel := kernel_of(self.program, computation, instruction):
+      elif kernel := kernel_of(instruction):
         self._compute(kernel, count)
 
-  def _calls(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+  def _calls(self, instruction: Instruction) -> Iterator[tuple[Computation, int]]:
     """Yields the computations that an instruction calls, and how often.
 
     Of a conditional, only the last branch counts, which `jax.lax.cond` runs if its predicate is true. The
@@ -119,8 +118,8 @@ class _Scheduler:
     """
     called = instruction.called[-1:] if instruction.opcode == "conditional" else instruction.called
     known = instruction.backend_config.get("known_trip_count", {}).get("n", self.unknown_trips)
-    for name in called:
-      yield name, int(known) if instruction.opcode == "while" else 1
+    for computation in called:
+      yield computation, int(known) if instruction.opcode == "while" else 1
 
   def _compute(self, kernel: Kernel, count: int) -> None:
     bounds = {
@@ -152,18 +151,23 @@ class _Scheduler:
     self.timeline.collectives.append(timed)
 
 
-def add_up(kernels: Iterable[Kernel], *names: str) -> dict[Any, dict[str, float]]:
-  """Returns the number, FLOPs, bytes and seconds in a step of the kernels with the same attributes.
+def add_up(
+  kernels: Iterable[Kernel | Collective],
+  *names: str,
+  added: Sequence[str] = ("flops", "bytes", "seconds"),
+) -> dict[Any, dict[str, float]]:
+  """Returns sums of those kernels or collectives in a step that have the same attributes.
 
   Args:
     names: attributes, such as "kind" or "kind", "source"; they are the keys.
+    added: the attributes that are added up, besides the number.
   """
   sums: dict[Any, dict[str, float]] = collections.defaultdict(
-    lambda: dict.fromkeys(("count", "flops", "bytes", "seconds"), 0.0)
+    lambda: dict.fromkeys(("count", *added), 0.0)
   )
   for each in kernels:
     row = sums[operator.attrgetter(*names)(each)]
     row["count"] += each.count
-    for name in ("flops", "bytes", "seconds"):
+    for name in added:
       row[name] += each.count * getattr(each, name)
   return dict(sums)

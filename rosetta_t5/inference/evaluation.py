@@ -209,14 +209,10 @@ class LossEvaluation:
     if self.cfg is None:
       return {}
     layout = self.partitioner.get_data_layout(self.cfg.batch_size)
-    steps = {} if self.num_batches is None else {"eval_steps": self.num_batches}
-    return self.get_datasets(
-      self.cfg,
-      layout.shard_id,
-      layout.num_shards,
-      feature_converter_cls=self.model.FEATURE_CONVERTER_CLS,
-      **steps,
-    )
+    options = {"feature_converter_cls": self.model.FEATURE_CONVERTER_CLS}
+    if self.num_batches is not None:
+      options["eval_steps"] = self.num_batches
+    return self.get_datasets(self.cfg, layout.shard_id, layout.num_shards, **options)
 
   def task_names(self) -> list[str]:
     """Waits until the data is open and returns the names of its tasks."""

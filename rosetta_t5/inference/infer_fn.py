@@ -75,9 +75,10 @@ def get_infer_fn(
   buckets = sorted(input_length_buckets or ())
   cut = functools.partial(cut_rows, buckets=buckets, is_scoring=is_scoring) if buckets else list
   layout = partitioner.get_data_layout(batch_size)
-  data_spec, params_axes = partitioner.data_partition_spec, train_state_axes.params
+  data_spec = partitioner.data_partition_spec
   parameters = inspect.signature(infer_step).parameters
   takes_mutables = "flax_mutables" in parameters
+  mutables_axes = train_state_axes.flax_mutables if takes_mutables else None
 
   def step(
     params: PyTree, batch: PyTree, rng: jax.Array | None, index_B: jax.Array, mutables: PyTree
@@ -86,18 +87,9 @@ def get_infer_fn(
     args = (params, batch, rng) if "rng" in parameters else (params, batch)
     return index_B, infer_step(*args, **options)
 
+  in_axes = (train_state_axes.params, data_spec, None, data_spec, mutables_axes)
   # Every process gets all results: the first one writes them, the others may inspect them.
-  partitioned_step = partitioner.partition(
-    step,
-    in_axis_resources=(
-      params_axes,
-      data_spec,
-      None,
-      data_spec,
-      train_state_axes.flax_mutables if takes_mutables else None,
-    ),
-    out_axis_resources=PartitionSpec(),
-  )
+  partitioned_step = partitioner.partition(step, in_axes, PartitionSpec())
   sharding = NamedSharding(partitioner.mesh, data_spec)
 
   def to_devices(x: np.ndarray) -> jax.Array:

@@ -64,13 +64,12 @@ class SampleLog:
     """
     if not self._number:
       return
-    reason = "nothing is predicted, because no metric needs predictions"
-    samples: Sequence[Sample] = ()
     try:
       samples = make_samples(self._number)
+      reason = "nothing is predicted, because no metric needs predictions"
     except Exception as error:
       # A run whose model cannot predict, or lacks the memory for it, trains on.
-      reason = reason_of(error)
+      samples, reason = (), reason_of(error)
     if not samples:
       self._number = 0  # On all processes, which predict together.
       terminal.print_line(f"note     this run shows no sample predictions: {reason}")

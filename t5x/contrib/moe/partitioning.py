@@ -24,17 +24,9 @@ def standard_logical_axis_rules(
     additional_rules: further pairs, which are tried after the standard ones.
   """
   rules = axis_rules.standard_logical_axis_rules(
-    activation_partitioning_dims, parameter_partitioning_dims
+    activation_partitioning_dims, parameter_partitioning_dims, additional_rules
   )
-  rules += [
-    ("expert", EXPERT_AXIS),
-    ("expert_mlp", "model"),
-    ("expert_replicas", DATA_AXIS),
-    ("unmodeled", None),
-    *(additional_rules or ()),
-  ]
-  batch = ("batch", (EXPERT_AXIS, DATA_AXIS))
-  return [batch if rule[0] == "batch" else rule for rule in rules]
+  return [*axis_rules.extend_axis_rules(rules, (DATA_AXIS, EXPERT_AXIS), sequence_parallel=False)]
 
 
 class MoePjitPartitioner(PjitPartitioner):
