@@ -13,19 +13,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
-from rosetta_t5.data.reading import unwrap_reader_errors
+from rosetta_t5.data import tensorflow_import
 from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
-from rosetta_t5.data.tensorflow_import import (
-  passthrough_features,
-  seqio,
-  tf,
-  tfds_data_dir_override,
-)
+from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.distributed.coordination import draw_seed
 from rosetta_t5.user_errors import did_you_mean, reason_of
 
 # The errors of TensorFlow about files that are damaged, missing or not readable.
 _FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
+# Finds the text of a reader's ValueError in the error that tf.data raises instead.
+_WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
 # The modules that may be imported; None for all.
 _importable: Collection[str] | None = None
 
@@ -205,8 +202,8 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     splits = sorted(provider.splits)
   except Exception as error:
     raise ValueError(
-      f"The data of the task '{cfg.name}' cannot be opened in {tfds_data_dir_override()} "
-      f"({reason_of(error)[:300]}). Correct --tfds_data_dir, or restore the dataset's files there"
+      f"The data of the task '{cfg.name}' cannot be opened in "
+      f"{tensorflow_import.tfds_data_dir_override()} ({reason_of(error)[:300]}). Correct --tfds_data_dir, or restore the dataset's files there"
     ) from error
   if not has_split(provider, cfg.split):
     raise ValueError(
@@ -258,7 +255,7 @@ def check_feature_lengths(cfg: DatasetConfig, converter: seqio.FeatureConverter)
   Raises:
     ValueError: a feature has no length, or the model does not read it.
   """
-  wanted = sorted(set(converter.TASK_FEATURES) | passthrough_features(converter))
+  wanted = sorted(set(converter.TASK_FEATURES) | tensorflow_import.passthrough_features(converter))
   given = dict(cfg.task_feature_lengths or {})
   if wanted != sorted(given):
     raise ValueError(
@@ -276,22 +273,36 @@ def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
   return sorted(glob.glob(f"{glob.escape(prefix)}*"))
 
 
+def all_files(cfg: DatasetConfig) -> list[str]:
+  """Returns the files of the task, or of the mixture's tasks that have the split."""
+  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg))
+  return [path for task in tasks for path in task_files(task, cfg)]
+
+
 @contextlib.contextmanager
 def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
-  """Inside the `with`, errors about data files become ValueErrors that name the file, or the task.
+  """Inside the `with`, errors about data files become ValueErrors that name the task and its files.
 
   Args:
     cfg: the data that is read; None if it is not known.
   """
   try:
-    with unwrap_reader_errors():
-      yield
+    yield
   except Exception as error:
-    is_damaged = "Could not parse example" in str(error)  # a record of a TFRecord file
+    is_tensorflows = type(error).__module__.startswith("tensorflow")
+    if is_tensorflows and (found := _WRAPPED.search(str(error))):
+      raise ValueError(found["text"]) from None
+    # TensorFlow shows a record that it cannot parse; Python cannot decode the message if it is not text.
+    is_damaged = "Could not parse example" in str(error) or isinstance(error, UnicodeDecodeError)
     if type(error).__name__ not in _FILE_ERRORS and not is_damaged:
       raise
     reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
-    data = f"the data of the task '{cfg.name}'" if cfg else "the data"
+    data, files = "the data", list[str]()
+    if cfg is not None:
+      data += f" of the task '{cfg.name}'"
+      with contextlib.suppress(Exception):  # A user's function may read no task.
+        files = all_files(cfg)
+    named = f" ({', '.join(files[:3])}{', …' * (len(files) > 3)})" if files else ""
     raise ValueError(
-      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern"
+      f"{data} cannot be read: {reason}. Restore its files{named}, or correct the task's file pattern"
     ) from error

@@ -117,14 +117,8 @@ def _check_texts(cfg: DatasetConfig, task: Any, vocabulary: Any) -> Iterator[str
 
 
 def _texts_of_task(cfg: DatasetConfig, task: Any) -> Iterator[str]:
-  """Yields the features' texts of the first examples, or else the longest text of each source example."""
-  lengths = dict(cfg.task_feature_lengths or {})
-  dataset = task.get_dataset(sequence_length=lengths, split=cfg.split, shuffle=False)
-  kept = [name for name in lengths if f"{name}_pretokenized" in dataset.element_spec]
-  for example in dataset.take(_TEXTS if kept else 0).as_numpy_iterator():
-    texts = (example[f"{name}_pretokenized"] for name in kept)
-    yield from (text.decode() for text in texts if isinstance(text, bytes))
-  for part in subtasks_with_split(cfg, task) if not kept else ():
+  """Yields the longest text of each of the first examples of the task's sources."""
+  for part in subtasks_with_split(cfg, task):
     source = part.source.get_dataset(split=cfg.split, shuffle=False)
     for example in source.take(_TEXTS).as_numpy_iterator():
       fields = example.values() if isinstance(example, Mapping) else [example]

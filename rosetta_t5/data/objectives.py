@@ -78,12 +78,8 @@ def objective_preprocessors(
   }
   if denoiser is not None:
     stages["ul2"] = [functools.partial(denoise_with_mode, denoiser=denoiser)]
-  return [
-    seqio.preprocessors.tokenize,
-    seqio.CacheDatasetPlaceholder(),
-    *stages[objective],
-    seqio.preprocessors.append_eos_after_trim,
-  ]
+  first = [seqio.preprocessors.tokenize, seqio.CacheDatasetPlaceholder()]
+  return [*first, *stages[objective], seqio.preprocessors.append_eos_after_trim]
 
 
 def prefix_lm(
@@ -273,11 +269,8 @@ def warn_of_missing_sentinels(num_tokens: int, num_spans: int, num_sentinels: in
   """Warns if a text of so many tokens has more dropped spans than the vocabulary has sentinels."""
   if num_spans > num_sentinels:
     logging.warning(
-      "Rows of %d tokens have %d dropped spans, but the vocabulary has only %d sentinels (extra_ids): its "
-      "last pieces replace the missing ones, as in T5",
-      num_tokens,
-      num_spans,
-      num_sentinels,
+      f"Rows of {num_tokens} tokens have {num_spans} dropped spans, but the vocabulary has only "
+      f"{num_sentinels} sentinels (extra_ids): its last pieces replace the missing ones, as in T5"
     )
 
 

@@ -116,12 +116,7 @@ def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
     for path in sorted(root.rglob("*.py"))
     if not _EXCLUDED_FOLDERS & set(path.relative_to(root).parts)
   )
-  paragraphs = (p for path in files for text in _texts(path) for p in _paragraphs(text))
-  seen: set[str] = set()
-  for paragraph in paragraphs:
-    if paragraph not in seen:
-      seen.add(paragraph)
-      yield paragraph
+  yield from dict.fromkeys(p for path in files for text in _texts(path) for p in _paragraphs(text))
 
 
 def _texts(path: pathlib.Path) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from clu.data import dataset_iterator
@@ -15,10 +17,12 @@ from clu.data import dataset_iterator
 from rosetta_t5.data import (
   DatasetConfig,
   ShardedDatasetIterator,
+  check_same_files,
   file_task,
   get_dataset,
   prepare_train_iter,
 )
+from rosetta_t5.data.pipeline import data_description
 from rosetta_t5.data.pipeline.data_description import compare_descriptions, describe_data
 from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.data.reading.files import compare_files, describe_files
@@ -246,3 +250,23 @@ def test_files_are_compared_by_their_heads_and_sizes(tmp_path: pathlib.Path) -> 
   assert compare_files(before, found()) == [f"in {tmp_path}, changed: large (other contents)"]
   del before["head"]  # as an older version stored it
   assert compare_files(before, found()) == []
+
+
+def test_of_files_with_the_same_name_in_several_folders_each_is_compared_between_processes(
+  folder: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  compared: list[dict[str, str]] = []
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(data_description, "check_same", lambda values, *_: compared.append(values))
+  for machine in ("first", "second", "first_changed", "second_changed"):
+    for part in ("a", "b"):
+      shutil.copytree(folder, tmp_path / machine / part)
+  for machine, part in (("first_changed", "a"), ("second_changed", "b")):
+    rewrite(tmp_path / machine / part / "1.txt", "20", "")
+  for machine in ("first", "second", "first_changed", "second_changed"):
+    import_seqio().TaskRegistry.reset()
+    task = file_task(f"{tmp_path / machine}/*/*.txt", name="own")
+    check_same_files(config(task))
+  first, second, *changed = compared
+  assert first == second
+  assert all(values != first for values in changed)

@@ -13,6 +13,8 @@ import pytest
 
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, get_training_eval_datasets
 from rosetta_t5.data.dataset_config import data_errors_named
+from rosetta_t5.data.pipeline.inference_data import InferenceData
+from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 
 LINES = [f"line {number:03}" for number in range(12)]
@@ -344,3 +346,18 @@ def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathli
     data_errors_named(None),
   ):
     list(tf.data.TFRecordDataset(f"{path}2"))
+
+
+def test_a_record_that_is_no_example_is_reported_with_its_file(
+  tmp_path: pathlib.Path, isolated_registries: None
+) -> None:
+  seqio, tf = import_seqio(), import_tensorflow()
+  path = str(tmp_path / "a.tfrecord")
+  with tf.io.TFRecordWriter(path) as writer:
+    writer.write(b"\xff no example, and not UTF-8")
+  features = {name: seqio.Feature(seqio.ByteVocabulary()) for name in ("inputs", "targets")}
+  name = create_task_from_tfexample_file([path], "tfrecord", "inputs", None, features)
+  cfg = DatasetConfig(name, {"inputs": 9, "targets": 9}, "infer", 1, shuffle=False, seed=0)
+  data = InferenceData(cfg, seqio.EncDecFeatureConverter, 0, 1)
+  with pytest.raises(ValueError, match=rf"the task '{name}' cannot be read: .*\({path}\)"):
+    list(data.chunks(data.tasks[0], 8))

@@ -128,7 +128,7 @@ def test_lost_characters_of_a_task_that_reads_lines_are_named(
   arguments = ["--lengths", "inputs=64,targets=18", "--batches", "1", "--examples", "0"]
   assert cli.main(["inspect", "lines_of_text", *arguments]) == 1
   text = capsys.readouterr().out
-  assert "lost characters: '{' 16 times, '}' 16 times" in text
+  assert "lost characters: '{' 8 times, '}' 8 times" in text
 
 
 def test_sentinels_and_the_end_token_are_shown(model: str) -> None:

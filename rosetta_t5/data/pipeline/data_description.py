@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,14 +19,8 @@ import jax
 import numpy as np
 from clu.data import dataset_iterator
 
-from rosetta_t5.data.dataset_config import (
-  DatasetConfig,
-  data_errors_named,
-  find_task_or_mixture,
-  read_task,
-  subtasks_with_split,
-  task_files,
-)
+from rosetta_t5.data import dataset_config
+from rosetta_t5.data.dataset_config import DatasetConfig, find_task_or_mixture, subtasks_with_split
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.reading.files import compare_files, describe_files
 from rosetta_t5.data.vocabularies.sentencepiece_models import count_unknown, describe_unknown
@@ -40,15 +35,9 @@ _MAX_TASKS = 4  # of a mixture
 _COUNTED_BYTES = 64 << 20  # of files whose examples are counted
 _MAX_TRUNCATED = 0.5  # share of targets that may lose their end
 # What older versions described too.
-_NO_LONGER_DESCRIBED = {
-  "features",
-  "first_batch",
-  "first_examples",
-  "number_of_examples",
-  "preprocessors",
-  "runtime_preprocessors",
-  "source",
-}
+_NO_LONGER_DESCRIBED = re.compile(
+  "features|first_batch|first_examples|number_of_examples|(runtime_)?preprocessors|source"
+)
 
 
 def describe_data(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) -> Description:
@@ -97,7 +86,7 @@ def describe_tasks(cfg: DatasetConfig) -> Description | str:
     tasks[name] = {"arguments": arguments}
     if provider is not task:
       tasks[name]["rate"] = float(provider.get_rate(task))
-    paths = tuple(task_files(task, cfg))
+    paths = tuple(dataset_config.task_files(task, cfg))
     if any(os.path.isfile(path) or "://" in path for path in paths):
       is_movable = getattr(task.source, "is_movable", False) and not cfg.use_cached
       tasks[name]["data"] = describe(paths, is_movable)
@@ -110,7 +99,7 @@ def compare_descriptions(stored: Description, current: Description, prefix: str 
   Folders that were moved and have the same contents are none.
   """
   changes: list[str] = []
-  for key in sorted({*stored, *current} - _NO_LONGER_DESCRIBED):
+  for key in itertools.filterfalse(_NO_LONGER_DESCRIBED.fullmatch, sorted({*stored, *current})):
     old, new = stored.get(key), current.get(key)
     if not (isinstance(old, dict) and isinstance(new, dict)):
       if old != new:
@@ -135,7 +124,7 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
       provider = find_task_or_mixture(cfg)
       folders = map(pathlib.Path, getattr(provider, "folders", ()))
       paths = [str(path) for folder in folders for path in folder.iterdir()]
-      paths += [path for t in subtasks_with_split(cfg, provider) for path in task_files(t, cfg)]
+      paths += dataset_config.all_files(cfg)
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
@@ -215,7 +204,7 @@ def first_examples(cfg: DatasetConfig) -> list[FirstExamples]:
   """
   tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg)) if cfg.task_feature_lengths else []
   by_source = {id(task.source): task for task in tasks}  # UL2's denoisers are tasks on one source.
-  with data_errors_named(cfg):
+  with dataset_config.data_errors_named(cfg):
     return [_measure(task, cfg) for task in [*by_source.values()][:_MAX_TASKS]]
 
 
@@ -251,7 +240,9 @@ def _measure(task: Any, cfg: DatasetConfig) -> FirstExamples:
   dataset, features = None, task.output_features
   # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
   with contextlib.suppress(Exception):
-    dataset = read_task(dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0)
+    dataset = dataset_config.read_task(
+      dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0
+    )
   examples = list(dataset.take(_EXAMPLES).as_numpy_iterator()) if dataset is not None else []
   names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]
   lengths = {n: np.array([len(x[n]) for x in examples if n in x]) for n in names}

@@ -124,10 +124,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     Prepared data reports "data/epochs/NAME" for each folder. Any data reports "data/bad_examples" if
     this process has skipped some.
     """
-    is_prepared = isinstance(self.iterator, PreparedIterator)
-    epochs = self.iterator.batches.measures(self.batches_yielded) if is_prepared else {}
     bad = float(BadExamples.total_in_process)
-    return epochs | ({"data/bad_examples": bad} if bad else {})
+    found = {"data/bad_examples": bad} if bad else {}
+    if isinstance(self.iterator, PreparedIterator):
+      epochs = self.iterator.batches.epochs(self.batches_yielded)
+      found |= {f"data/epochs/{name}": number for name, number in epochs.items()}
+    return found
 
   @functools.cached_property
   def _description(self) -> dict[str, Any] | None:

@@ -25,11 +25,7 @@ from rosetta_t5.data.prepared.shards import ShardJob
 from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
-from rosetta_t5.data.vocabularies.sentencepiece_models import (
-  describe_lost,
-  load_sentencepiece,
-  lost_text_problems,
-)
+from rosetta_t5.data.vocabularies import sentencepiece_models
 from rosetta_t5.files import CHECKSUMS_NAME, exclusive_output, write_atomically, write_checksums
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
@@ -90,7 +86,7 @@ def prepare(
   if not files:
     raise ValueError(f"--input contains no file outside --out {folder}")
   model = pathlib.Path(local_path(vocabulary)).read_bytes()
-  tokenizer = load_sentencepiece(local_path(vocabulary))
+  tokenizer = sentencepiece_models.load_sentencepiece(local_path(vocabulary))
   if append_end and tokenizer.eos_id() < 0:
     raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
   if not (folder / "shards").exists() and folder.exists() and any(folder.iterdir()):
@@ -110,20 +106,15 @@ def prepare(
       )
     write_atomically(folder / shards.VOCABULARY, model)
     jobs = _plan(
-      files,
-      out=str(folder),
-      read_options=read_options,
-      on_bad_example=on_bad_example,
-      **settings,
+      files, out=str(folder), read_options=read_options, on_bad_example=on_bad_example, **settings
     )
     for name in (CHECKSUMS_NAME, shards.MANIFEST):
       (folder / name).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
     manifest = _manifest(jobs[0], tokenizer.get_piece_size(), _run(jobs, workers, executor))
     write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
-    # ArrayRecord detects damage of the shards themselves.
-    indices = [path.name for path in folder.glob("*.ends.npy")]
-    write_checksums(folder, [shards.VOCABULARY, shards.MANIFEST, *indices])
+    # The manifest has the hashes of the indices, and ArrayRecord detects damage of the shards.
+    write_checksums(folder, [shards.VOCABULARY, shards.MANIFEST])
   return manifest
 
 
@@ -286,8 +277,9 @@ def _dask_executor(address: str) -> Executor:
 def _summary(manifest: Mapping[str, Any]) -> Iterator[str]:
   for name, split in manifest["splits"].items():
     yield f"  {name:<11}{split['documents']:>12,} documents {split['tokens']:>15,} tokens"
-  yield from (f"  {line}" for line in describe_lost(manifest["losses"]))
-  yield from (f"  note: {problem}" for problem in lost_text_problems(manifest["losses"]))
+  lost = manifest["losses"]
+  yield from (f"  {line}" for line in sentencepiece_models.describe_lost(lost))
+  yield from (f"  note: {text}" for text in sentencepiece_models.lost_text_problems(lost))
   if manifest["bad_examples"]:
     reasons = ", ".join(f"{count} × {reason}" for reason, count in manifest["bad_examples"].items())
     yield f"  bad examples left out: {reasons}; the first: {manifest['first_bad_example']}"

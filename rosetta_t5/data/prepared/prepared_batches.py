@@ -23,7 +23,6 @@ from etils import epath
 from rosetta_t5.data.prepared.shards import TokenStream
 from rosetta_t5.data.reading.files import list_files
 
-EPOCHS = "data/epochs/"  # before a folder's name, in the names of metrics
 HostBatch = dict[str, np.ndarray]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
@@ -95,8 +94,8 @@ class BatchSequence:
       "objectives": [objective.description for _, objective in self.sources],
     }
 
-  def measures(self, step: int) -> dict[str, float]:
-    """Returns {"data/epochs/NAME": how many times a folder has been read at the beginning of a step}."""
+  def epochs(self, step: int) -> dict[str, float]:
+    """Returns by folder's name how many times it has been read at the beginning of a step."""
     assert isinstance(self.mixture, RateMixture)
     epochs = defaultdict[pathlib.Path, float](float)
     for source, (segments, _) in enumerate(self.sources):
@@ -105,7 +104,7 @@ class BatchSequence:
     names = [folder.name for folder in epochs]
     if len(set(names)) < len(names):
       names = [f"{number}_{name}" for number, name in enumerate(names)]
-    return {f"{EPOCHS}{name}": n for name, n in zip(names, epochs.values(), strict=True)}
+    return dict(zip(names, epochs.values(), strict=True))
 
   def _task_features(self, numbers: Sequence[int]) -> HostBatch:
     """Returns the features of these examples, which are computed for each source at once."""

@@ -22,25 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from rosetta_t5.data.reading import (
-  BadExamples,
-  BlockReader,
-  ReadOptions,
-  is_in_validation,
-  make_converter,
-)
-from rosetta_t5.data.vocabularies.sentencepiece_models import (
-  count_lost,
-  count_unknown,
-  load_sentencepiece,
-)
-from rosetta_t5.files import (
-  hash_file,
-  read_json_object,
-  unfinished_path,
-  verify_checksums,
-  write_atomically,
-)
+from rosetta_t5 import files
+from rosetta_t5.data import reading
+from rosetta_t5.data.vocabularies import sentencepiece_models
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -75,15 +59,14 @@ class ShardJob:
   out: str
   vocabulary_sha256: str
   text: str
-  read_options: ReadOptions
+  read_options: reading.ReadOptions
   validation_percent: float
   append_end: bool
   on_bad_example: str
 
   def fingerprint(self) -> str:
-    """Returns a digest of everything that the shard's content depends on, under the names of older versions."""
-    fields = {**dataclasses.asdict(self), "out": "", "vocabulary": ""}
-    fields["layout"] = fields.pop("read_options")
+    """Returns a digest of everything that the shard's content depends on."""
+    fields = {**dataclasses.asdict(self), "out": ""}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
   def file(self, split: str) -> pathlib.Path:
@@ -99,33 +82,38 @@ class ShardJob:
   def stored_summary(self) -> dict[str, Any] | None:
     """Returns what `run_job` has returned if it has completed the shard earlier, else None."""
     with contextlib.suppress(OSError, ValueError, KeyError):
-      summary = read_json_object(self.summary_file)
+      summary = files.read_json_object(self.summary_file)
       if summary.get("fingerprint") == self.fingerprint():
-        files = summary["splits"].values()
-        paths = [pathlib.Path(self.out, file["file"]) for file in files]
-        found = [(path.stat().st_size, hash_file(path.with_suffix(".ends.npy"))) for path in paths]
-        return summary if found == [(file["bytes"], file["index_xxh3"]) for file in files] else None
+        for entry in summary["splits"].values():
+          path = pathlib.Path(self.out, entry["file"])
+          found = path.stat().st_size, files.hash_file(path.with_suffix(".ends.npy"))
+          if found != (entry["bytes"], entry["index_xxh3"]):
+            return None
+        return summary
     return None
 
 
 def run_job(job: ShardJob) -> dict[str, Any]:
   """Writes the shard, and returns its files, counts and bad examples."""
   job.summary_file.unlink(missing_ok=True)
-  bad, losses = BadExamples(job.on_bad_example), Counter[str]()
-  tokenizer = load_sentencepiece(os.path.join(job.out, VOCABULARY))
+  bad, losses = reading.BadExamples(job.on_bad_example), Counter[str]()
+  tokenizer = sentencepiece_models.load_sentencepiece(os.path.join(job.out, VOCABULARY))
   end = [tokenizer.eos_id()] if job.append_end else []
   stored = token_type(tokenizer.get_piece_size())
   writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
-  reader = BlockReader(make_converter({"text": job.text}), job.read_options, bad_examples=bad)
+  reader = reading.BlockReader(
+    reading.make_converter({"text": job.text}), job.read_options, bad_examples=bad
+  )
   for fields in itertools.chain.from_iterable(reader.examples(path) for path, _, _ in job.files):
     text, tokens = fields["text"], []
     for piece in cut_at_spaces(text, _CHARACTERS_PER_PIECE):
       tokens.append(np.array(tokenizer.encode(piece), stored))
       if tokenizer.unk_id() in tokens[-1]:
-        losses.update(count_unknown(piece, tokenizer))
+        losses.update(sentencepiece_models.count_unknown(piece, tokenizer))
     if losses["texts"] < _CHECKED_TEXTS:
-      losses.update(count_lost(text[:_CHECKED_CHARACTERS], tokenizer))
-    split = "validation" if is_in_validation(fields, job.validation_percent) else "train"
+      beginning = text[:_CHECKED_CHARACTERS]
+      losses.update(sentencepiece_models.count_lost(beginning, tokenizer))
+    split = "validation" if reading.is_in_validation(fields, job.validation_percent) else "train"
     writers[split].add(np.concatenate([*tokens, np.array(end, stored)]))
   splits = {split: writer.finish() for split, writer in writers.items()}
   summary = {
@@ -136,7 +124,7 @@ def run_job(job: ShardJob) -> dict[str, Any]:
     "bad_examples": dict(bad.counts),
     "first_bad_example": str(bad.first) if bad.first else None,
   }
-  write_atomically(job.summary_file, json.dumps(summary, indent=1))
+  files.write_atomically(job.summary_file, json.dumps(summary, indent=1))
   return summary
 
 
@@ -162,7 +150,7 @@ class _SplitWriter:
 
   def __init__(self, path: pathlib.Path):
     self.documents = 0
-    self._path, self._scratch = path, unfinished_path(path)
+    self._path, self._scratch = path, files.unfinished_path(path)
     self._ends = [0]
     self._digest = hashlib.sha256()
 
@@ -189,12 +177,12 @@ class _SplitWriter:
     self._writer.close()
     index = io.BytesIO()
     np.save(index, np.array(self._ends, np.uint64))
-    write_atomically(self._path.with_suffix(".ends.npy"), index.getvalue())
+    files.write_atomically(self._path.with_suffix(".ends.npy"), index.getvalue())
     self._scratch.replace(self._path)
     return {
       "file": self._path.name,
       "bytes": self._path.stat().st_size,
-      "index_xxh3": hash_file(self._path.with_suffix(".ends.npy")),
+      "index_xxh3": files.hash_file(self._path.with_suffix(".ends.npy")),
       "documents": self.documents,
       "tokens": self._ends[-1],
       "sha256_of_tokens": self._digest.hexdigest(),
@@ -206,7 +194,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
   Raises:
     ValueError: the folder has no manifest, because it is incomplete or is not prepared data; or the
-      manifest is damaged.
+      manifest or the vocabulary is damaged.
   """
   path = pathlib.Path(folder) / MANIFEST
   if not path.exists():
@@ -214,8 +202,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
       f"There is no {path}: the folder is not prepared data, or was not completed. Prepare it: "
       f"rosetta-t5 prepare --input FILES --vocab MODEL --out {folder}"
     )
-  verify_checksums(folder, {MANIFEST}.__contains__)
-  return read_json_object(path)
+  files.verify_checksums(folder, (MANIFEST, VOCABULARY).__contains__)
+  return files.read_json_object(path)
 
 
 class TokenStream:
@@ -238,7 +226,6 @@ class TokenStream:
     self.folder = pathlib.Path(folder)
     self._split = split
     self.manifest = read_manifest(folder)
-    verify_checksums(folder)
     splits = {name: entry["shards"] for name, entry in self.manifest["splits"].items()}
     shards = splits.get(split)
     if not shards:
@@ -259,7 +246,7 @@ class TokenStream:
     """Returns `count` tokens from each start on, as int32 [len(starts), count].
 
     Raises:
-      ValueError: a record is damaged.
+      ValueError: a record or the index of a shard is damaged.
     """
     rows = [list(self._parts(start, count)) for start in starts]
     wanted = defaultdict[int, set[int]](set)
@@ -291,6 +278,7 @@ class _Shard:
 
   def __init__(self, folder: pathlib.Path, dtype: np.dtype, entry: Mapping[str, Any]):
     self._path, self._dtype, size = folder / entry["file"], dtype, entry["bytes"]
+    self._index_hash = entry.get("index_xxh3")  # Earlier versions did not write it.
     found = self._path.stat().st_size if self._path.exists() else 0
     if found != size:
       raise ValueError(_damaged_text(self._path, f"{found} bytes instead of {size}"))
@@ -299,7 +287,10 @@ class _Shard:
   @functools.cached_property
   def ends(self) -> np.ndarray:
     """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
-    return np.load(self._path.with_suffix(".ends.npy"), mmap_mode="r")
+    path = self._path.with_suffix(".ends.npy")
+    if self._index_hash not in (None, files.hash_file(path)):
+      raise ValueError(_damaged_text(path, "it has changed since it was written"))
+    return np.load(path, mmap_mode="r")
 
   @functools.cached_property
   def _reader(self) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -19,18 +20,12 @@ from rosetta_t5.data import objectives
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.objectives import Denoiser
 from rosetta_t5.data.prepared import prepared_batches
-from rosetta_t5.data.prepared.prepared_batches import (
-  BatchObjective,
-  BatchSequence,
-  HostBatch,
-  random_keys,
-)
+from rosetta_t5.data.prepared.prepared_batches import BatchObjective, BatchSequence, HostBatch
 from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
-Objective = Annotated[str, one_of(OBJECTIVES)]
 _END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
 
 
@@ -82,8 +77,11 @@ class PreparedTask:
     """The features as SeqIO describes them, with their vocabulary."""
     path = os.path.join(self.folders[0], VOCABULARY)
     feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
-    names = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
-    return dict.fromkeys(names, feature)
+    return dict.fromkeys(self._feature_names, feature)
+
+  @property
+  def _feature_names(self) -> list[str]:
+    return ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
 
   def objectives(self, lengths: Mapping[str, int], tokenizer: Any) -> list[BatchObjective]:
     """Returns a list with the objective; for "ul2", with its seven denoisers.
@@ -95,11 +93,10 @@ class PreparedTask:
     Raises:
       ValueError: `lengths` has the wrong features or too small values for the objective.
     """
-    expected = ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
-    if sorted(lengths) != expected:
+    if sorted(lengths) != self._feature_names:
       raise ValueError(
-        f"TASK_FEATURE_LENGTHS must have the features {expected} for the objective {self.objective}, "
-        f"got {dict(lengths)}"
+        f"TASK_FEATURE_LENGTHS must have the features {self._feature_names} for the objective "
+        f"{self.objective}, got {dict(lengths)}"
       )
     if self.objective == "causal_lm":
       return [_objective("Plain", _causal_lm, lengths["targets"])]
@@ -147,16 +144,14 @@ class PreparedTask:
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
     tokenizer = load_sentencepiece(os.path.join(self.folders[0], VOCABULARY))
     found = self.objectives(lengths, tokenizer)
-    pairs = enumerate((stream, objective) for stream in streams for objective in found)
+    pairs = itertools.product(streams, found)
     rates = self.rates or [float(stream.size) for stream in streams]
+    segments = [
+      prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
+      for number, (stream, objective) in enumerate(pairs)
+    ]
     return BatchSequence(
-      sources=[
-        (
-          prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle),
-          objective,
-        )
-        for number, (stream, objective) in pairs
-      ],
+      sources=list(zip(segments, found * len(streams), strict=True)),
       mixture=prepared_batches.RateMixture([rate for rate in rates for _ in found], seed),
       lengths=lengths,
       batch_size=cfg.batch_size,
@@ -185,14 +180,13 @@ class PreparedTask:
 
   def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:
     """Returns a line about each folder: how many epochs the steps are."""
-    measures = self.batch_sequence(cfg, 0, 1, 0).measures(steps) if steps else {}
-    epochs = {name.removeprefix(prepared_batches.EPOCHS): n for name, n in measures.items()}
+    epochs = self.batch_sequence(cfg, 0, 1, 0).epochs(steps) if steps else {}
     return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 
 def prepared_task(
   folders: str | Sequence[str],
-  objective: Objective = "span_corruption",
+  objective: Annotated[str, one_of(OBJECTIVES)] = "span_corruption",
   rates: Sequence[float] | None = None,
   extra_ids: NonNegative = 100,
   name: str = "prepared",
@@ -235,7 +229,7 @@ def _prefix_lm(
   largest number of tokens.
   """
   length = tokens_BL.shape[1]
-  fraction_B = random_keys(keys_B, 2) / 2.0**64 * 2 * density
+  fraction_B = prepared_batches.random_keys(keys_B, 2) / 2.0**64 * 2 * density
   ends_B = np.clip(np.rint(fraction_B * length), 1, min(length - 1, most))
   starts_B1 = (length - ends_B.astype(int))[:, None]
   inputs = np.where(np.arange(length)[None] < starts_B1, tokens_BL, 0)
@@ -276,8 +270,8 @@ def corrupt_spans(
   """
   batch, length = tokens_BL.shape
   noise, spans = objectives.noise_and_spans(length, density, mean_length)
-  kept_BS = _random_parts(length - noise, spans, random_keys(keys_B, 0))
-  dropped_BS = _random_parts(noise, spans, random_keys(keys_B, 1))
+  kept_BS = _random_parts(length - noise, spans, prepared_batches.random_keys(keys_B, 0))
+  dropped_BS = _random_parts(noise, spans, prepared_batches.random_keys(keys_B, 1))
   lengths_BT = np.stack([kept_BS, dropped_BS], axis=-1).reshape(batch, -1)
   starts_BT = np.cumsum(lengths_BT, axis=1)[:, :-1]  # the starts of all spans but the first
   is_start_BL = np.zeros((batch, length), bool)

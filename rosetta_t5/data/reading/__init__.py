@@ -8,7 +8,6 @@ from rosetta_t5.data.reading.examples import (
   BlockReader,
   is_in_validation,
   make_converter,
-  unwrap_reader_errors,
 )
 from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.records import BadExample, read_records

@@ -8,7 +8,6 @@ file remains open after each block. To find any other block, the file is read fr
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -31,8 +30,6 @@ _MAX_OPEN_FILES = 64
 _LOGGED_REASONS = 10  # For each of the first reasons, the first bad example is logged.
 # Characters that show text of another encoding than UTF-8. Escapes in JSON can yield them, too.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-# Finds the text of a reader's ValueError in the error that tf.data raises instead.
-_WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
 
 Fields = Mapping[str, str]
 # Converts a record to an example's texts, or returns the reason why that is impossible.
@@ -156,19 +153,6 @@ class BlockReader:
       yield from examples
       if not has_more:
         return
-
-
-@contextlib.contextmanager
-def unwrap_reader_errors() -> Iterator[None]:
-  """Raises a reader's ValueError again if tf.data has converted it to an error of TensorFlow."""
-  try:
-    yield
-  except Exception as error:
-    is_wrapped = type(error).__module__.startswith("tensorflow")
-    found = _WRAPPED.search(str(error)) if is_wrapped else None
-    if found is None:
-      raise
-    raise ValueError(found["text"]) from None
 
 
 def is_in_validation(fields: Fields, validation_percent: float) -> bool:

@@ -150,14 +150,12 @@ def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
   compared = 3 if stored.get("head") == current.get("head") else 2
   before, after = ([file[:compared] for file in each["files"]] for each in (stored, current))
   folder = current["folder"]
-  if before == after:
-    if current["is_movable"] or stored["folder"] == folder:
-      return []
-    return [
-      f"moved from {stored['folder']} to {folder} (the position contains paths: make the old path a link to "
-      "the new one)"
-    ]
-  return [f"in {folder}, {_describe_changes(before, after)}"]
+  if before != after:
+    return [f"in {folder}, {_describe_changes(before, after)}"]
+  if current["is_movable"] or stored["folder"] == folder:
+    return []
+  hint = "the position contains paths: make the old path a link to the new one"
+  return [f"moved from {stored['folder']} to {folder} ({hint})"]
 
 
 def _describe_changes(before: list[list[Any]], after: list[list[Any]]) -> str:

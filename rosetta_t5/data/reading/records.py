@@ -148,11 +148,9 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
       except csv.Error as error:
         if "field larger" in str(error):
           raise
-        yield (
-          line,
-          f"quotes in the wrong place ({error}); a quote in a quoted field must be doubled",
-        )
-        continue
+        row = []
+        reason = f"quotes in the wrong place ({error})"
+        yield line, f"{reason}; a quote in a quoted field must be doubled"
       if not columns:
         columns = row
       elif len(row) == len(columns):

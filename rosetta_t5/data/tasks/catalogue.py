@@ -135,18 +135,14 @@ class KnownSource:
           options = ReadOptions(quoted=False if ".tsv" in paths[0] else None)
           splits[split] = (paths, BlockReader(select_texts, options, read_records=files.read))
         return FileSource(splits, files.names)
-    lines = [
-      f"The data of the task '{self._name}' is not on this machine, and data is never downloaded.",
-      "Searched:",
-    ]
     patterns = ", ".join(of_split[0] for of_split in files.splits.values())
-    for folder in folders:
-      if spec.tfds:
-        lines.append(f"  {folder / spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it")
-      lines.append(f"  {folder / files.folder}/ with {patterns}")
+    tfds = (
+      f"{spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it, or " if spec.tfds else ""
+    )
     raise ValueError(
-      "\n".join(lines)
-      + f"\nName another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
+      f"The data of the task '{self._name}' is not on this machine, and data is never downloaded.\n"
+      f"Searched {', '.join(map(str, folders))} for {tfds}{files.folder}/ with {patterns}.\n"
+      f"Name another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
       "docs/data.md (Known tasks) states where to get the data."
     )
 

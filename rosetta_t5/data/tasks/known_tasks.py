@@ -99,27 +99,17 @@ _LAMBADA_FILES = LocalFiles(
   "lambada",
   {"test": ("lambada_test*.jsonl*", "test*.jsonl*"), "validation": ("*validation*.jsonl*",)},
 )
-# For each corpus: its TFDS dataset and its files.
-_CORPORA = {
-  "pile": ("the_pile:1.0.0", PILE_FILES),
-  "c4": ("c4/en:2.2.0", _C4_FILES),
-  "wikitext": ("", _WIKITEXT_FILES),
-}
-
-
-def _corpus_task(corpus: str, objective: str) -> TaskSpec:
-  tfds, files = _CORPORA[corpus]
-  return TaskSpec(tfds, text_formats.text_as_targets, files, objective)
-
-
+_pile = functools.partial(TaskSpec, "the_pile:1.0.0", text_formats.text_as_targets, PILE_FILES)
+_c4 = functools.partial(TaskSpec, "c4/en:2.2.0", text_formats.text_as_targets, _C4_FILES)
+_wikitext = functools.partial(TaskSpec, "", text_formats.text_as_targets, _WIKITEXT_FILES)
 _lambada_task = functools.partial(TaskSpec, "lambada:1.0.0", files=_LAMBADA_FILES)
 _PRETRAINING_TASKS = {
-  "the_pile_span_corruption": _corpus_task("pile", "span_corruption"),
-  "c4_v220_span_corruption": _corpus_task("c4", "span_corruption"),
-  "c4_v220_prefix_lm": _corpus_task("c4", "prefix_lm"),
-  "the_pile_lm": _corpus_task("pile", "causal_lm"),
-  "wikitext": _corpus_task("wikitext", "span_corruption"),
-  "wikitext_lm": _corpus_task("wikitext", "causal_lm"),
+  "the_pile_span_corruption": _pile("span_corruption"),
+  "c4_v220_span_corruption": _c4("span_corruption"),
+  "c4_v220_prefix_lm": _c4("prefix_lm"),
+  "the_pile_lm": _pile("causal_lm"),
+  "wikitext": _wikitext("span_corruption"),
+  "wikitext_lm": _wikitext("causal_lm"),
   "lambada": _lambada_task(text_format=text_formats.last_word, metrics=(task_metrics.lambada,)),
   # Zero-shot, for decoder-only models: the unchanged passage, then the word that follows it.
   "lambada_eval": _lambada_task(

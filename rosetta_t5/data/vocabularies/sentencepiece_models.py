@@ -21,7 +21,7 @@ from rosetta_t5.data.local_copies import announced_extra_ids, local_path
 # The ids that T5's vocabularies have, as flags of SentencePiece's spm_train.
 T5_IDS = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
 _FLAGS = " ".join(f"--{name}={value}" for name, value in T5_IDS.items())
-_WHITE_SPACE = ("\n", "\t", "(?<= ) +")  # A run of spaces is counted without its first space.
+_WHITE_SPACE = re.compile("[\n\t]|(?<= ) +")  # A run of spaces is counted without its first space.
 _LOST, _UNKNOWN = "lost ", "unknown "  # before the character that is counted
 _LOST_WHITE_SPACE = "lost white space"
 _SHOWN = 15  # number of characters
@@ -202,9 +202,8 @@ def count_lost(text: str, vocabulary: Any) -> Counter[str]:
   characters = _lost_characters(text, decoded)
   counts = Counter(texts=1, changed=int(bool(characters)), characters=len(text))
   decoded = decoded.replace(" ⁇ ", "")  # an unknown piece, as SentencePiece decodes it
-  for pattern in _WHITE_SPACE:
-    before, after = (sum(map(len, re.findall(pattern, part))) for part in (text, decoded))
-    counts += Counter({_LOST_WHITE_SPACE: before - after})
+  before, after = (sum(map(len, _WHITE_SPACE.findall(part))) for part in (text, decoded))
+  counts += Counter({_LOST_WHITE_SPACE: before - after})
   return counts + Counter({_LOST + repr(c): number for c, number in characters.items()})
 
 

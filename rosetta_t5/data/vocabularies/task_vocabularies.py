@@ -150,8 +150,6 @@ def load_tokenizer(*files: str) -> Any:
       f"{' and '.join(files)} cannot be read as a tokenizer.json, or as GPT-2's vocab.json and merges.txt: "
       f"{error}"
     ) from error
-  if max(tokenizer.get_vocab().values(), default=0) >= 1 << 31:
-    raise ValueError(f"{' and '.join(files)}: the numbers of tokens must have 32 bits")
   return tokenizer
 
 

@@ -11,14 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from rosetta_t5.data.reading import BadExamples, BlockReader, find_files, make_converter
 from rosetta_t5.data.tensorflow_import import import_seqio
-from rosetta_t5.data.vocabularies.sentencepiece_models import (
-  count_extra_pieces,
-  count_lost,
-  describe_lost,
-  load_sentencepiece,
-  lost_text_problems,
-  train_sentencepiece,
-)
+from rosetta_t5.data.vocabularies import sentencepiece_models
 from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import machine_path, positive_integer
 
@@ -71,13 +64,13 @@ def _train(arguments: argparse.Namespace) -> int:
   options |= {name: value for name, value in given.items() if value is not None}
   checked: list[str] = []
   lines = _sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
-  write_atomically(out, train_sentencepiece(lines, size, options))
+  write_atomically(out, sentencepiece_models.train_sentencepiece(lines, size, options))
   left_out = bad_examples.counts.total()
   print(f"{out}: {size} pieces, trained on {len(files)} files; {left_out} bad examples left out")
-  tokenizer = load_sentencepiece(out)
-  counts = sum((count_lost(text, tokenizer) for text in checked), Counter())
-  print(*describe_lost(counts), sep="\n")
-  for problem in lost_text_problems(counts):
+  tokenizer = sentencepiece_models.load_sentencepiece(out)
+  counts = sum((sentencepiece_models.count_lost(text, tokenizer) for text in checked), Counter())
+  print(*sentencepiece_models.describe_lost(counts), sep="\n")
+  for problem in sentencepiece_models.lost_text_problems(counts):
     print(f"note: {problem}")
   print(
     "In a gin file:\n\nfrom __gin__ import dynamic_registration\nimport seqio\n\n"
@@ -91,7 +84,7 @@ def _show(arguments: argparse.Namespace) -> int:
   vocabulary = import_seqio().SentencePieceVocabulary(arguments.model, arguments.extra_ids)
   tokenizer = vocabulary.tokenizer
   ids = tokenizer.encode(arguments.text)
-  sentinels = count_extra_pieces(tokenizer)
+  sentinels = sentencepiece_models.count_extra_pieces(tokenizer)
   print(
     f"{arguments.model}: {tokenizer.get_piece_size() - sentinels} pieces and {sentinels} sentinels"
   )

@@ -147,7 +147,7 @@ def test_each_epoch_has_every_segment_once_in_another_order(folders: list[str]) 
   for starts in (first, second):
     assert set(np.diff(sorted(starts))) == {segments.length}
   assert np.argsort(first).tolist() != np.argsort(second).tolist()
-  assert list(batches.measures(segments.count).values()) == [1.0]
+  assert list(batches.epochs(segments.count).values()) == [1.0]
 
 
 def test_a_feed_continues_on_other_hosts_and_reaches_step_a_million_within_a_second(
@@ -217,7 +217,7 @@ def test_a_damaged_index_or_vocabulary_is_refused_instead_of_replacing_examples(
   content = file.read_bytes()
   file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
   with pytest.raises(ValueError, match=rf"{file} is damaged"):
-    get_dataset(config(prepared_task([folders[1], str(copy)])), 0, 1, None)
+    next(get_dataset(config(prepared_task([folders[1], str(copy)])), 0, 1, None))
 
 
 def test_another_seed_gives_other_batches(folders: list[str]) -> None:
@@ -318,10 +318,10 @@ def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
 
 def test_the_epochs_that_steps_make_of_each_folder_are_stated(folders: list[str]) -> None:
   cfg = config(prepared_task(folders, rates=[1, 1]))
-  measured = cfg.mixture_or_task_name.batch_sequence(cfg, 0, 1, 0).measures(20)  # type: ignore[union-attr]
+  measured = cfg.mixture_or_task_name.batch_sequence(cfg, 0, 1, 0).epochs(20)  # type: ignore[union-attr]
   first, second = check_examples(cfg, get_dataset)(20)
-  assert first == f"a: 20 steps are {measured['data/epochs/a']:.3g} epochs"
-  assert second == f"b: 20 steps are {measured['data/epochs/b']:.3g} epochs"
+  assert first == f"a: 20 steps are {measured['a']:.3g} epochs"
+  assert second == f"b: 20 steps are {measured['b']:.3g} epochs"
 
 
 def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
@@ -348,7 +348,7 @@ def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
   restarted.close()
   copy = shutil.copytree(folders[0], tmp_path / "other" / "a")
   same_name = prepared_task([folders[0], str(copy)]).batch_sequence(cfg, 0, 1, 0)
-  assert list(same_name.measures(0)) == ["data/epochs/0_a", "data/epochs/1_a"]
+  assert list(same_name.epochs(0)) == ["0_a", "1_a"]
 
 
 def test_rates_hold_in_every_thousand_examples() -> None:
