@@ -158,9 +158,8 @@ def call_decode_fn(
         f"Got RNG both from the `rng` argument ({rng}) and `decoder_params['decode_rng']` "
         f"({params['decode_rng']}). Please specify one or the other."
       )
-    params["decode_rng"] = rng
-    if not accepts(decode_fn, "decode_rng"):
-      del params["decode_rng"]
+    if accepts(decode_fn, "decode_rng"):
+      params["decode_rng"] = rng
   for name, value in optional.items():
     if accepts(decode_fn, name):
       params.setdefault(name, value)

@@ -9,7 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import unfreeze
+from flax.core import freeze, unfreeze
 from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
@@ -110,6 +110,22 @@ class BaseTransformerModel(BaseModel):
   def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
     """Returns the arguments of the module that contain the features of a batch."""
     raise NotImplementedError
+
+  def get_initial_variables(
+    self,
+    rng: jax.Array,
+    input_shapes: Mapping[str, tuple[int, ...]],
+    input_types: Mapping[str, Any] | None = None,
+  ) -> Mapping[str, PyTree]:
+    """Returns the initial variables; the same key gives T5X's parameters."""
+    types = input_types or {}
+    batch = {n: jnp.ones(shape, types.get(n, jnp.int32)) for n, shape in input_shapes.items()}
+    # The shapes may be those of the inputs only.
+    for name in ("decoder_target_tokens", "decoder_causal_attention"):
+      batch[name] = jnp.ones_like(batch["decoder_input_tokens"])
+    tokens, features = self._module_arguments(batch)
+    flags = {"decode": False, "enable_dropout": False}
+    return freeze(self.module.init(rng, *tokens, **flags, **features))
 
   def _compute_logits(
     self,
@@ -269,6 +285,11 @@ class BaseTransformerModel(BaseModel):
       mutable=mutable,
       method=self._decode_method,
     )
+
+  def _empty_cache(self, params: PyTree, *inputs: jax.Array, **named_inputs: jax.Array) -> PyTree:
+    """Returns the decoding cache for inputs of these shapes."""
+    options: Any = {"decode": True, "enable_dropout": False, "mutable": ["cache"], **named_inputs}
+    return self.module.apply({"params": params}, *inputs, **options)[1]["cache"]
 
   def _compute_logits_from_slice(
     self,

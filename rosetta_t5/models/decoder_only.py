@@ -8,7 +8,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import freeze
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
@@ -69,20 +68,9 @@ class DecoderOnlyModel(BaseTransformerModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
-    of_model = (module, vocabulary, vocabulary, optimizer_def, decode_fn)
-    of_loss = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
-    super().__init__(*of_model, *of_loss, aux_loss_factor, router_z_loss_factor)
-
-  def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
-  ) -> Mapping[str, PyTree]:
-    """Returns the initial variables; the same key gives T5X's parameters."""
-    name = "decoder_input_tokens"
-    tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
-    return freeze(self.module.init(rng, tokens, tokens, enable_dropout=False))
+    network = (module, vocabulary, vocabulary, optimizer_def, decode_fn)
+    loss_settings = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
+    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor)
 
   def _get_decoder_causal_attention(self, batch: Batch) -> jax.Array | None:
     """Returns 1 for the positions that all see each other, [B, T]; None in a causal model."""
@@ -125,11 +113,9 @@ class DecoderOnlyModel(BaseTransformerModel):
     """
     lengths_B = jnp.sum(inputs[:, 1:] != 0, axis=-1)
     ones = jnp.ones_like(inputs)
+    cache = self._empty_cache(params, ones, ones)
     _, variables = self.module.apply(
-      {"params": params}, ones, ones, enable_dropout=False, decode=True, mutable=["cache"]
-    )
-    _, variables = self.module.apply(
-      {"params": params, "cache": variables["cache"]},
+      {"params": params, "cache": cache},
       decoder_input_tokens=inputs[:, : causal_attention_mask.shape[1]],
       # Passed as the targets, whose nonzero positions are visible: the start token must be, too.
       decoder_target_tokens=causal_attention_mask,

@@ -9,7 +9,6 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import freeze
 
 from rosetta_t5 import decoding
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
@@ -82,46 +81,13 @@ class EncoderDecoderModel(BaseTransformerModel):
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._default_decoder_params = default_decoder_params or DecoderParams()
-    of_model = (module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn)
-    of_loss = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
-    super().__init__(*of_model, *of_loss, aux_loss_factor, router_z_loss_factor)
-
-  def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
-  ) -> Mapping[str, PyTree]:
-    """Returns the initial variables; the same key gives T5X's parameters."""
-    types = input_types or {}
-
-    def ones(name: str) -> jax.Array:
-      return jnp.ones(input_shapes[name], types.get(name, jnp.int32))
-
-    optional = {n: ones(n) if n in input_shapes else None for n in _OPTIONAL_FEATURES}
-    tokens = [ones(name) for name in ("encoder_input_tokens", "decoder_input_tokens")]
-    targets = jnp.ones(input_shapes["decoder_input_tokens"], jnp.int32)
-    flags: dict[str, Any] = {"decode": False, "enable_dropout": False}
-    return freeze(self.module.init(rng, *tokens, targets, **flags, **optional))
+    network = (module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn)
+    loss_settings = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
+    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor)
 
   def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     return [batch[name] for name in names], {name: batch.get(name) for name in _OPTIONAL_FEATURES}
-
-  def _compute_logits_from_slice(  # type: ignore[override]  # The order of the arguments is T5X's.
-    self,
-    decoding_state: Any,
-    params: PyTree,
-    encoded_inputs: jax.Array,
-    raw_inputs: jax.Array,
-    max_decode_length: int,
-    precomputed_variables: PyTree | None = None,
-  ) -> tuple[jax.Array, PyTree]:
-    """Returns the logits after one more token of every beam, [B·beams, V], and the new cache."""
-    context = {"encoded_inputs": encoded_inputs, "raw_inputs": raw_inputs}
-    return super()._compute_logits_from_slice(
-      decoding_state, params, max_decode_length, precomputed_variables, **context
-    )
 
   @property
   def _decode_method(self) -> Callable[..., Any]:
@@ -145,20 +111,17 @@ class EncoderDecoderModel(BaseTransformerModel):
       prefill_decoder_prompt: whether to write the prompts into the cache.
     """
     ones = jnp.ones_like(decoder_input_tokens)
-    _, variables = self.module.apply(
-      {"params": params},
+    cache = self._empty_cache(
+      params,
       encoder_input_tokens=jnp.ones_like(encoder_input_tokens),
       decoder_input_tokens=ones,
       decoder_target_tokens=ones,
-      decode=True,
-      enable_dropout=False,
-      mutable=["cache"],
     )
     if not prefill_decoder_prompt:
-      return variables["cache"], None
+      return cache, None
     lengths_B = jnp.sum(decoder_input_tokens != 0, axis=1)
     _, variables = self.module.apply(
-      {"params": params, "cache": variables["cache"]},
+      {"params": params, "cache": cache},
       encoded=encoded_inputs,
       encoder_input_tokens=encoder_input_tokens,
       decoder_input_tokens=decoder_input_tokens,
