@@ -122,10 +122,8 @@ def evaluate(
   # The loss, if it is evaluated too.
   trainer = None
   if training_evaluator_cls is not None:
-    loss_evaluation = LossEvaluation(
-      dataset_cfg, train_eval_get_dataset_fn, None, model, partitioner
-    )
-    trainer = _make_trainer(training_evaluator_cls, loss_evaluation, state_axes, output_dir)
+    losses = LossEvaluation(dataset_cfg, train_eval_get_dataset_fn, None, model, partitioner)
+    trainer = _make_trainer(training_evaluator_cls, losses, state_axes, output_dir)
 
   samples = SampleLog(num_eval_samples, output_dir)
   results: dict[int, Values] = {}
@@ -138,7 +136,7 @@ def evaluate(
       started, step = time.monotonic(), int(state.step)
       if trainer is not None:
         trainer.train_state = state
-        loss_evaluation.run(trainer)
+        losses.run(trainer)
       results[step] = plain_numbers(evaluator.evaluate(state, state_axes).result())
       counts = evaluator.num_examples()
       table[step] = {

@@ -144,26 +144,31 @@ class Parser(argparse.ArgumentParser):
     self.exit(2, f"error: {message}\n  {self.prog} --help shows all options and examples.\n")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, trusts_gin_files: bool = False) -> int:
   """Runs the verb on the command line and returns its exit status.
+
+  Args:
+    argv: the verb and its arguments; None for those of this process.
+    trusts_gin_files: whether gin files of the command line run their code without --trust.
 
   Raises:
     SystemExit: --help was given, or the command has failed; the error has been printed.
   """
   with exit_on_user_error():
     try:
-      return _run([*(sys.argv[1:] if argv is None else argv)], is_own_process=argv is None)
+      given = [*(sys.argv[1:] if argv is None else argv)]
+      return _run(given, argv is None, trusts_gin_files)
     finally:
       print(end="", flush=True)  # so that a closed pipe is noticed here
 
 
 def run_module(verb: str) -> int:
-  """Runs `python -m t5x.VERB`: the verb with the arguments of this process."""
+  """Runs `python -m t5x.VERB`: the verb with the arguments of this process, and the gin files' code."""
   begin(f"t5x.{verb}")
-  return main([verb, *sys.argv[1:]])
+  return main([verb, *sys.argv[1:]], trusts_gin_files=True)
 
 
-def _run(argv: list[str], is_own_process: bool) -> int:
+def _run(argv: list[str], is_own_process: bool, trusts_gin_files: bool) -> int:
   if "--debug" in argv:
     os.environ[DEBUG_VARIABLE] = "1"
     argv.remove("--debug")
@@ -177,15 +182,15 @@ def _run(argv: list[str], is_own_process: bool) -> int:
   if is_own_process and argv[0] in VERBS and argv[0] != "completion":
     begin(f"rosetta-t5 {argv[0]}")
   options = parse([*argv[1:], "--help"] if argv[0] == "help" else argv)
+  is_trusted = getattr(options, "trust", True)
+  is_trusted = is_trusted or (trusts_gin_files and options.model_dir is None)
   limited: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-  opens_others_files = False
-  if not getattr(options, "trust", True):
+  if not is_trusted:
     from rosetta_t5.config.language.allow_list import limited_to_list
 
     limited = limited_to_list()
-    opens_others_files = getattr(options, "model_dir", "") is not None
   # A file beside the config.gin that somebody sent, such as matplotlib.py, must not replace a package.
-  if argv[0] in WITH_FLAGS and (not opens_others_files or getattr(options, "module", None)):
+  if argv[0] in WITH_FLAGS and (is_trusted or getattr(options, "module", None)):
     sys.path.insert(0, os.getcwd())  # as `python -m` does
   with exit_on_user_error(*options.user_errors), limited:
     return int(options.run(options))

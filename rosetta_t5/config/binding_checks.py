@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -173,37 +174,20 @@ def reached_from(
 
 
 def check_cycles(program: Program) -> None:
-  """Raises ConfigError if a value needs itself, directly or through others: gin could not build it."""
-  finished: set[tuple[str, ...]] = set()
-
-  def follow(
-    configurable: Configurable, scopes: Sequence[str], path: list[tuple[str, ...]]
-  ) -> None:
-    key = (configurable.selector, *scopes)
-    if key in path:
-      raise ConfigError(_cycle_text(program, [*path[path.index(key) :], key]))
-    for reference in gin.config.iterate_references(bound_arguments(configurable, scopes)):
-      if reference.evaluate and key not in finished:
-        follow(reference.configurable, reference.scopes or scopes, [*path, key])
-    finished.add(key)
-
-  for scope, selector in gin_internals.all_bindings():
-    (configurable,) = gin_internals.find_configurables(selector)
-    follow(configurable, scope.split("/") if scope else [], [])
-
-
-def _cycle_text(program: Program, keys: Sequence[tuple[str, ...]]) -> str:
-  """Returns which value needs itself, through which others, and the lines that set these."""
-  names = [  # A macro is a function in the scope of its name.
-    "/".join(scopes) if selector == gin_internals.MACRO else selector.rpartition(".")[2]
-    for selector, *scopes in keys
-  ]
-  lines = [
-    f"  {binding.source}"
-    for binding in program.effective_bindings().values()
-    if (binding.macro or binding.key[1]) in names and any(n in repr(binding.value) for n in names)
-  ]
-  return "\n".join([f"{names[0]} needs itself: {' → '.join(names)}", *lines])
+  """Raises ConfigError if a macro needs itself, directly or through others: gin could not resolve it."""
+  macros = {binding.macro: binding for binding in program.effective_bindings().values()}
+  needed = {
+    name: [leaf.name for leaf in statements.leaves(binding.value) if isinstance(leaf, Macro)]
+    for name, binding in macros.items()
+    if name is not None
+  }
+  try:
+    graphlib.TopologicalSorter(needed).prepare()
+  except graphlib.CycleError as error:
+    names = error.args[1][::-1]
+    lines = [f"  {macros[name].source}" for name in names[:-1]]
+    text = f"{names[0]} needs itself: {' → '.join(names)}"
+    raise ConfigError("\n".join([text, *lines])) from None
 
 
 def unused_bindings(

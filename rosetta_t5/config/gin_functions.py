@@ -50,19 +50,16 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: Positive | None = None) 
     ValueError: `samples` is not an integer or is less than one batch, or BATCH_SIZE is not a number.
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
-  batch_size = _run_batch_size(scope) if batch_size is None else batch_size
+  if batch_size is None:
+    try:
+      batch_size = int(gin.get_configurable("BATCH_SIZE/gin.macro")())
+    except TypeError as error:
+      raise ValueError(
+        f"{scope} needs a number as BATCH_SIZE: set BATCH_SIZE or {scope}.batch_size"
+      ) from error
   is_number = isinstance(samples, int | float) and math.isfinite(samples)
   if not is_number or samples != int(samples) or samples < batch_size:
     raise ValueError(
       f"{scope}.samples must be an integer of at least {batch_size} (one batch), got {samples!r}"
     )
   return int(samples) // batch_size
-
-
-def _run_batch_size(scope: str) -> int:
-  try:
-    return int(gin.get_configurable("BATCH_SIZE/gin.macro")())
-  except TypeError as error:
-    raise ValueError(
-      f"{scope} needs a number as BATCH_SIZE: set BATCH_SIZE or {scope}.batch_size"
-    ) from error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Container
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any
 
 import gin
 import jax
@@ -17,12 +17,8 @@ from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.files import write_atomically
 from rosetta_t5.user_errors import ConfigError
 
-
-class SummarizeConfigFn(Protocol):
-  """Writes the configuration of a run (T5X's protocol)."""
-
-  def __call__(self, model_dir: str, summary_writer: Any, step: int) -> None:
-    """Writes the configuration into MODEL_DIR and, if there is a writer, to TensorBoard at this step."""
+# Writes the configuration of a run, as `summarize_gin_config` does (T5X's name).
+SummarizeConfigFn = Callable[..., None]
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:

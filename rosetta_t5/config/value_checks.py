@@ -34,6 +34,8 @@ _PLAIN_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
   None: ("None", lambda value: value is None),
   types.NoneType: ("None", lambda value: value is None),
 }
+_FUNCTION = "a function or class"
+_FUNCTIONS = (Callable, typing.Callable, type)
 _LISTS = (list, tuple, set, frozenset, Sequence, Collection, Iterable)
 _DICTS = (dict, Mapping, collections.abc.MutableMapping)
 # No string, number, list or dict can stand for an object of a class of these packages.
@@ -175,26 +177,26 @@ def _relevant_members(declared: Any) -> list[_Member]:
 
 
 def _cannot_be_checked(base: Any, conditions: tuple[Condition, ...]) -> bool:
-  kinds = (_is_plain, _is_container, _is_function, _is_class_of_objects)
-  return not (conditions or any(kind(base) for kind in kinds))
+  return not (conditions or _kind(base))
 
 
-def _is_plain(base: Any) -> bool:
-  return base in _PLAIN_TYPES or typing.get_origin(base) is Literal
-
-
-def _is_container(base: Any) -> bool:
-  return (typing.get_origin(base) or base) in (*_LISTS, *_DICTS)
-
-
-def _is_function(base: Any) -> bool:
-  if getattr(base, "_is_protocol", False):
-    return "__call__" in vars(base)
-  return (typing.get_origin(base) or base) in (Callable, typing.Callable, type)
-
-
-def _is_class_of_objects(base: Any) -> bool:
-  return isinstance(base, type) and base.__module__.partition(".")[0] in _PACKAGES_OF_OBJECTS
+def _kind(base: Any) -> str:
+  """Returns what gin's values of a type are; "" for a type that these cannot be compared with."""
+  arguments, origin = typing.get_args(base), typing.get_origin(base) or base
+  if base in _PLAIN_TYPES:
+    return _PLAIN_TYPES[base][0]
+  if origin is Literal:
+    return f"one of {', '.join(map(repr, arguments))}"
+  if origin is tuple and arguments[-1:] not in ((), (...,)):
+    return f"a list of {len(arguments)} values"
+  if origin in (*_LISTS, *_DICTS):
+    return "a dict" if origin in _DICTS else "a list"
+  is_protocol = getattr(base, "_is_protocol", False)
+  is_function = "__call__" in vars(base) if is_protocol else origin in _FUNCTIONS
+  if is_function:
+    return _FUNCTION
+  is_object = isinstance(base, type) and base.__module__.split(".")[0] in _PACKAGES_OF_OBJECTS
+  return f"an object of the class {base.__name__}" if is_object else ""
 
 
 def _wrong_part(value: Any, declared: Any, name: str) -> tuple[str, Any, Any] | None:
@@ -214,8 +216,7 @@ def _wrong_part(value: Any, declared: Any, name: str) -> tuple[str, Any, Any] | 
 
 def _accepts(value: Any, base: Any, conditions: tuple[Condition, ...]) -> bool:
   if isinstance(value, ConfigurableReference):
-    is_object = _is_class_of_objects(base) and not _is_function(base)
-    return value.evaluate or not (_is_plain(base) or _is_container(base) or is_object)
+    return value.evaluate or _kind(base) in (_FUNCTION, "")
   try:
     return _has_type(value, base) and all(c.holds(value) for c in conditions)
   except TypeError:  # A range of numbers does not hold for a list.
@@ -230,7 +231,7 @@ def _has_type(value: Any, base: Any) -> bool:
     return _PLAIN_TYPES[base][1](value)
   if typing.get_origin(base) is Literal:
     return any(value == known and type(value) is type(known) for known in typing.get_args(base))
-  if _is_function(base):
+  if _kind(base) == _FUNCTION:
     return callable(value)
   return _cannot_be_checked(base, ()) or (isinstance(base, type) and isinstance(value, base))
 
@@ -262,19 +263,6 @@ def _describe(declared: Any) -> str:
 
 
 def _describe_member(base: Any, conditions: tuple[Condition, ...]) -> str:
-  arguments, origin = typing.get_args(base), typing.get_origin(base) or base
-  if base is Any or any(condition.choices for condition in conditions):
-    text = ""
-  elif base in _PLAIN_TYPES:
-    text = _PLAIN_TYPES[base][0]
-  elif origin is Literal:
-    text = f"one of {', '.join(map(repr, arguments))}"
-  elif origin is tuple and arguments[-1:] != (...,):
-    text = f"a list of {len(arguments)} values"
-  elif _is_container(base):
-    text = "a dict" if origin in _DICTS else "a list"
-  else:
-    text = (
-      "a function or class" if _is_function(base) else f"an object of the class {base.__name__}"
-    )
+  has_choices = base is Any or any(condition.choices for condition in conditions)
+  text = "" if has_choices else _kind(base) or f"an object of the class {base.__name__}"
   return " ".join([text, *(c.text for c in conditions)]).strip()

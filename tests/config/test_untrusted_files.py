@@ -176,6 +176,21 @@ def test_no_module_is_imported_from_the_folder_that_was_sent(verb, hostile, writ
   assert not hostile.exists()
 
 
+@pytest.mark.parametrize("verb", ["eval", "infer"])
+def test_t5x_runs_the_code_of_gin_files_but_not_that_of_folders(verb, hostile, write, monkeypatch):
+  monkeypatch.setattr("rosetta_t5.cli.command.begin", lambda name: None)
+  monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+  sent = write("config.gin", HEAD + "import evil\n")
+  for argument, is_run in ("--model_dir=.", False), (f"--gin_file={sent}", True):
+    monkeypatch.setattr(sys, "argv", [f"t5x.{verb}", argument])
+    with pytest.raises(SystemExit):
+      cli.main([verb, argument])
+    assert not hostile.exists()
+    with pytest.raises(SystemExit):
+      cli.run_module(verb)
+    assert hostile.exists() == is_run
+
+
 @pytest.mark.parametrize("table", [CALLED, NAMED])
 def test_every_listed_name_exists(table):
   import_seqio()

@@ -110,13 +110,6 @@ FAULTS = [
         " --gin.TRAIN_STEPS=%A --gin.A=%B --gin.B='[%A]'",
         "A needs itself: A → B → A\n.*A = %B\n.*B = .%A.\n",
       ),
-      (
-        "a model",
-        "$TRAIN",
-        " --gin.TRAIN_STEPS=6 --gin.MODEL='@models.EncoderDecoderModel()'"
-        " --gin.models.EncoderDecoderModel.module=%MODEL",
-        "MODEL needs itself: MODEL → EncoderDecoderModel → MODEL\n",
-      ),
     )
   ],
   Fault(
