@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 from etils import epath
 
 from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, checkpoint_folders, saved_items
@@ -19,7 +17,6 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray as LazyThreadPoo
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict, unflatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import all_steps, latest_step, read_arrays
 from rosetta_t5.checkpoints.config import RestoreCheckpointConfig, SaveCheckpointConfig
-from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
 from rosetta_t5.checkpoints.restore import RestoreTransformation
 from rosetta_t5.checkpoints.saved_items import *
@@ -100,21 +97,6 @@ class LazyAwaitableArray(LazyArray):
   async def _read(self) -> np.ndarray:
     return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
 
-  @classmethod
-  def from_tensor_store_spec_or_array(
-    cls, maybe_ts_spec: ts.Spec | np.ndarray, get_fn: Callable[[], Any], dtype: Any = None
-  ) -> LazyAwaitableArray:
-    """Returns a lazy array that a TensorStore spec or an array describes, in its dtype if `dtype` is None."""
-    if not isinstance(maybe_ts_spec, ts.Spec):
-      return cls(maybe_ts_spec.shape, maybe_ts_spec.dtype if dtype is None else dtype, get_fn)
-    spec = maybe_ts_spec.to_json()
-    on_disk = jnp.dtype(spec["dtype"] if dtype is None else dtype)
-    # Version 2 of T5X's layout stored bfloat16 as its 16 bits.
-    on_disk = jnp.dtype(jnp.bfloat16) if on_disk == np.uint16 else on_disk
-    return cls(spec["metadata"]["shape"], on_disk, get_fn)
-
-  from_tensor_store_spec = from_array = from_tensor_store_spec_or_array
-
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:
   """Returns the same nested dict with each leaf, or kept empty node, replaced by its flat name."""
@@ -159,14 +141,6 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     super().__init__(*place, save_dtype, restore_dtype, keep, **manager_options)
     self.checkpoints_dir = os.fspath(checkpoints_dir)
 
-  def all_dataset_checkpoint_steps(self) -> list[int]:
-    """Returns the steps whose checkpoints have a position in the data, in ascending order."""
-    folders = {
-      step: checkpoint_folders.checkpoint_path(self.checkpoints_dir, step)
-      for step in all_steps(self.checkpoints_dir)
-    }
-    return [step for step, folder in folders.items() if saved_items.dataset_positions(folder)]
-
   def save(  # type: ignore[override]
     self,
     train_state: Any,
@@ -186,7 +160,6 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
     Raises:
       CheckpointSaveError: the checkpoint could not be written.
     """
-    del concurrent_gb
     if self.manager is not None:
       self.manager.save(train_state, state_transformation_fns)
       return
@@ -203,19 +176,6 @@ class Checkpointer(OrbaxCheckpointManagerInterface):
   ) -> Any:
     """Returns the train state of a checkpoint; the manager's method has these arguments in another order."""
     return super().restore(step, path, fallback_state, state_transformation_fns, lazy_parameters)
-
-  def convert_from_tf_checkpoint(
-    self,
-    path_or_dir: epath.PathLike,
-    *,
-    state_transformation_fns: Sequence[saved_items.SaveTransformation] = (),
-    concurrent_gb: int = 16,
-    translator: CheckpointTranslator | None = None,
-  ) -> None:
-    """Writes a Mesh TensorFlow checkpoint into this folder; `concurrent_gb` has no effect."""
-    del concurrent_gb
-    state = self.restore_from_tf_checkpoint(path_or_dir, translator=translator)
-    self.save(state, state_transformation_fns)
 
 
 class SaveBestCheckpointer(Checkpointer):

@@ -93,7 +93,6 @@ def get_mesh(
   Raises:
     ValueError: the number of devices is not a multiple of the model size.
   """
-  del input_local_devices, tile_by_host_if_needed
   if not input_devices:
     return default_mesh(1, tuple(model_parallel_submesh), backend)
   size = int(np.prod(model_parallel_submesh))

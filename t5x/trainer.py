@@ -80,7 +80,6 @@ def accumulate_grads_microbatched(
     num_microbatches: the number of parts that the batch is split into; None for no split.
     data_partition_spec: ignored; microbatches are sharded like the logical axis `batch`.
   """
-  del data_partition_spec
   grads, _, metrics, mutables = step.accumulate_gradients(
     model.loss_fn, train_state, batch, dropout_rng, num_microbatches
   )

@@ -311,25 +311,17 @@ def remove_checkpoint_dir(ckpt_dir: epath.PathLike) -> None:
     epath.Path(ckpt_dir).rmtree(missing_ok=True)
 
 
-def dataset_positions(
-  ckpt_dir: epath.PathLike, train_ds_prefix: str = DATASET_PREFIX
-) -> list[epath.Path]:
-  """Returns the dataset positions of a checkpoint.
+def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) -> None:
+  """Deletes the dataset positions of the checkpoint in `ckpt_dir` unless it is pinned.
 
   They are in the checkpoint's folder (T5X's older layout) or in its item `dataset` (Orbax).
   """
   folder = epath.Path(ckpt_dir)
-  return [
-    x for parent in (folder, folder / DATASET_ITEM) for x in parent.glob(f"{train_ds_prefix}*")
-  ]
-
-
-def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) -> None:
-  """Deletes the dataset positions of the checkpoint in `ckpt_dir` unless it is pinned."""
-  if is_pinned_checkpoint(ckpt_dir):
+  if is_pinned_checkpoint(folder):
     return
-  for position in dataset_positions(ckpt_dir, train_ds_prefix):
-    position.rmtree() if position.is_dir() else position.unlink()
+  for parent in (folder, folder / DATASET_ITEM):
+    for position in parent.glob(f"{train_ds_prefix}*"):
+      position.rmtree() if position.is_dir() else position.unlink()
 
 
 def populate_metrics_for_steps(

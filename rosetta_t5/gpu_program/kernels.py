@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
   if target.startswith("__cublas"):
     config = instruction.backend_config.get("gemm_backend_config", {})
     numbers = config.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
-    return _dot_flops(instruction, operands[0], [int(number) for number in numbers])
+    return _dot_flops(instruction, [int(number) for number in numbers])
   if target.startswith("__cudnn$fmha"):
     logits = instruction.backend_config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]
     matmuls = _CUDNN_BACKWARD_MATMULS if "Backward" in target else _CUDNN_FORWARD_MATMULS
@@ -139,7 +139,7 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
     q, k = operands[0].arrays[0], operands[1].arrays[0]
     return _attention_flops(matmuls, math.prod(q.shape[:3]) * k.shape[1], operands[0])
   if instruction.opcode == "dot":
-    return _dot_flops(instruction, operands[0], instruction.dimensions("lhs_contracting_dims"))
+    return _dot_flops(instruction, instruction.dimensions("lhs_contracting_dims"))
   if instruction.opcode != "fusion":
     return 0.0, ""
   found = [_matmul_flops(fused) for fused in instruction.called[0].values()]
@@ -147,11 +147,10 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
   return sum(flops for flops, _ in found), next(dtypes, "")
 
 
-def _dot_flops(
-  dot: Instruction, left: Instruction, contracting: list[int] | tuple[int, ...]
-) -> tuple[float, str]:
-  contracted = math.prod(left.arrays[0].shape[number] for number in contracting)
-  return 2.0 * dot.arrays[0].size * contracted, left.arrays[0].dtype
+def _dot_flops(dot: Instruction, contracting: Iterable[int]) -> tuple[float, str]:
+  left = dot.operands[0].arrays[0]
+  contracted = math.prod(left.shape[number] for number in contracting)
+  return 2.0 * dot.arrays[0].size * contracted, left.dtype
 
 
 def _attention_flops(matmuls: int, logits: int, query: Instruction) -> tuple[float, str]:

@@ -112,35 +112,31 @@ class InferenceEvaluator:
       with terminal.optional_output(os.fspath(self._folder)):
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def infer_fn(method: str, **arguments: Any) -> InferFn:
-      if method not in self._infer_fns:
-        self._infer_fns[method] = self._get_infer_fn(
-          getattr(self._model, method),
-          train_state_axes=train_state_axes,
-          is_scoring=method == "score_batch",
-        )
-      kind = "scoring" if method == "score_batch" else "predicting"
-
-      def infer(ds: Any) -> Any:
-        count = operator.length_hint(ds) or None
-        rows = terminal.track(distributed.until_interrupted(as_numpy(ds)), kind, count, "examples")
-        with contextlib.closing(rows):
-          return self._infer_fns[method](rows, train_state=train_state, **arguments)
-
-      return infer
-
     # The key is always the same, so that evaluations of a model differ only by its parameters.
     rng = jax.random.PRNGKey(0)
-    step = int(get_local_data(train_state.step))
-    metrics, outputs = self._evaluator.evaluate(
+    infer = functools.partial(self._infer, train_state, train_state_axes)
+    metrics, self._outputs = self._evaluator.evaluate(
       compute_metrics=first_process,
-      step=step,
-      predict_fn=infer_fn("predict_batch", rng=rng),
-      score_fn=infer_fn("score_batch"),
-      predict_with_aux_fn=infer_fn("predict_batch_with_aux", rng=rng),
+      step=int(get_local_data(train_state.step)),
+      predict_fn=functools.partial(infer, "predict_batch", rng=rng),
+      score_fn=functools.partial(infer, "score_batch"),
+      predict_with_aux_fn=functools.partial(infer, "predict_batch_with_aux", rng=rng),
     )
-    self._outputs = outputs
     return metrics
+
+  def _infer(
+    self, train_state: Any, train_state_axes: Any, method: str, ds: Any, **arguments: Any
+  ) -> Any:
+    is_scoring = method == "score_batch"
+    if method not in self._infer_fns:
+      self._infer_fns[method] = self._get_infer_fn(
+        getattr(self._model, method), train_state_axes=train_state_axes, is_scoring=is_scoring
+      )
+    kind = "scoring" if is_scoring else "predicting"
+    count = operator.length_hint(ds) or None
+    rows = terminal.track(distributed.until_interrupted(as_numpy(ds)), kind, count, "examples")
+    with contextlib.closing(rows):
+      return self._infer_fns[method](rows, train_state=train_state, **arguments)
 
   def samples(self, number: int) -> list[Sample]:
     """Returns each task's first examples with their predictions in the last evaluation.

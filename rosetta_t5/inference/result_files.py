@@ -254,7 +254,6 @@ def merge_chunks_to_file(
     tmp_dir: the folder of the chunks.
     step: the checkpoint's step. It is not used here, but functions that replace this one may use it.
   """
-  del step
   folder = epath.Path(tmp_dir)
   chunks = (folder / f"{output_fname}-chunk{number:05}" for number in itertools.count())
   unfinished = folder / f"{output_fname}.unfinished"

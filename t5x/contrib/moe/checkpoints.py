@@ -18,5 +18,4 @@ class UpcycleCheckpointer(Checkpointer):
 
   def __init__(self, *arguments: Any, num_experts: int, **options: Any):
     """Creates a `Checkpointer` with its arguments; the train state's shapes give the number of experts."""
-    del num_experts
     super().__init__(*arguments, **options)

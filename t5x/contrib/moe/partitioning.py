@@ -56,7 +56,6 @@ class MoePjitPartitioner(PjitPartitioner):
       state_filter_fn: T5X's choice of optimizer state that is split over `expert`. It is not needed: all
         state of experts is.
     """
-    del params_on_devices, state_filter_fn
     partitions = num_partitions or (None if model_parallel_submesh else 1)
     rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
     super().__init__(partitions, model_parallel_submesh, logical_axis_rules=rules)

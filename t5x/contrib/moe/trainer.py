@@ -24,5 +24,4 @@ class MoeTrainer(Trainer):
     **options: Any,
   ):
     """Builds a `Trainer` with its arguments; `num_expert_partitions` and `sharded_match_fn` have no effect."""
-    del num_expert_partitions, sharded_match_fn
     super().__init__(*arguments, **options)
