@@ -186,16 +186,12 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
   """
   if cfg.use_cached:
     missing = [task.name for task in seqio.get_subtasks(provider) if not task.cache_dir]
-    if missing:
+    if missing or not subtasks_with_split(cfg, provider):
+      split = "" if missing else f" of the split '{cfg.split}'"
       raise ValueError(
-        f"The task '{missing[0]}' has no offline cache, but USE_CACHED_TASKS = True "
-        "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, or name the "
-        "cache's folder with --seqio_additional_cache_dirs."
-      )
-    if not subtasks_with_split(cfg, provider):
-      raise ValueError(
-        f"The offline caches of '{cfg.name}' have no split '{cfg.split}' (DatasetConfig.split): cache "
-        "it with seqio_cache_tasks, or set USE_CACHED_TASKS = False (DatasetConfig.use_cached)."
+        f"The task '{[*missing, cfg.name][0]}' has no offline cache{split}, but USE_CACHED_TASKS = True "
+        "(DatasetConfig.use_cached): set USE_CACHED_TASKS = False to read its source, cache it with "
+        "seqio_cache_tasks, or name the cache's folder with --seqio_additional_cache_dirs."
       )
     return
   try:

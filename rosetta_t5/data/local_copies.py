@@ -79,12 +79,8 @@ def data_folders(tfds_data_dir: str | None = None) -> list[pathlib.Path]:
   Args:
     tfds_data_dir: the value of --tfds_data_dir.
   """
-  named = [
-    tfds_data_dir,
-    os.environ.get(DATA_VARIABLE),
-    os.environ.get("TFDS_DATA_DIR"),
-    "~/tensorflow_datasets",
-  ]
+  variables = map(os.environ.get, (DATA_VARIABLE, "TFDS_DATA_DIR"))
+  named = [tfds_data_dir, *variables, "~/tensorflow_datasets"]
   return list(dict.fromkeys(pathlib.Path(name).expanduser() for name in named if name))
 
 

@@ -69,15 +69,14 @@ def prepare(
   """
   folder = folder or data_folder()
   manifest = folder / _MANIFEST
-  if manifest.exists():
-    return json.loads(manifest.read_text())
-  folder.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-    unfinished = pathlib.Path(scratch) / folder.name
-    unfinished.mkdir()
-    _write(unfinished, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
-    with contextlib.suppress(OSError):  # Another process has already written the same folder.
-      unfinished.rename(folder)
+  if not manifest.exists():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+      unfinished = pathlib.Path(scratch) / folder.name
+      unfinished.mkdir()
+      _write(unfinished, list(stdlib_paragraphs() if paragraphs is None else paragraphs))
+      with contextlib.suppress(OSError):  # Another process has already written the same folder.
+        unfinished.rename(folder)
   return json.loads(manifest.read_text())
 
 

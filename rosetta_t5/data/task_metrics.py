@@ -97,14 +97,11 @@ def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[
     ValueError: the lengths differ, or there are no questions.
   """
   _check_lengths(targets, predictions)
-  normalized = [
-    ([normalize_answer(answer) for answer in answers], normalize_answer(prediction))
-    for answers, prediction in zip(targets, predictions, strict=True)
-  ]
 
   def mean_of_best(score: Callable[[str, str], float]) -> float:
     best = [
-      max(score(answer, prediction) for answer in answers) for answers, prediction in normalized
+      max(score(normalize_answer(answer), normalize_answer(prediction)) for answer in answers)
+      for answers, prediction in zip(targets, predictions, strict=True)
     ]
     return 100 * sum(best) / len(best)
 

@@ -280,7 +280,9 @@ def test_evaluation_from_caches_covers_the_tasks_whose_caches_have_the_split(
   assert list(datasets) == [of_both, of_cache, "mixture_of_caches"]
   assert texts(datasets[of_cache]) == LINES[:4] * 2
   assert len(texts(get_dataset(cfg, 0, 1, converter).take(1))) == 4
-  with pytest.raises(ValueError, match=rf"caches of '{without}' have no split 'validation'"):
+  with pytest.raises(
+    ValueError, match=rf"'{without}' has no offline cache of the split 'validation'"
+  ):
     get_dataset(dataclasses.replace(cfg, mixture_or_task_name=without), 0, 1, converter)
 
 

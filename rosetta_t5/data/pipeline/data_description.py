@@ -9,7 +9,6 @@ import inspect
 import itertools
 import json
 import os
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -48,16 +47,9 @@ def describe_data(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator)
     batches: what reads it. If it has a method `describe_data`, its JSON values describe the data.
       Otherwise the names and files of SeqIO's tasks do.
   """
-  description: Description = {
-    "split": cfg.split,
-    "batch_size": cfg.batch_size,
-    "task_feature_lengths": dict(cfg.task_feature_lengths or {}),
-    "seed": cfg.seed,
-    "shuffle": cfg.shuffle,
-    "pack": cfg.pack,
-    "use_cached": cfg.use_cached,
-    "trim_output_features": cfg.trim_output_features,
-  }
+  fields = ("split", "batch_size", "seed", "shuffle", "pack", "use_cached", "trim_output_features")
+  description: Description = {name: getattr(cfg, name) for name in fields}
+  description["task_feature_lengths"] = dict(cfg.task_feature_lengths or {})
   if (describe := getattr(batches, "describe_data", None)) is not None:
     description["data"] = describe()
   else:
@@ -121,9 +113,8 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
   found: dict[str, str] = {}
   for cfg in filter(None, cfgs):
     try:
-      provider = find_task_or_mixture(cfg)
-      folders = map(pathlib.Path, getattr(provider, "folders", ()))
-      paths = [str(path) for folder in folders for path in folder.iterdir()]
+      folders = getattr(find_task_or_mixture(cfg), "folders", ())  # of prepared data
+      paths = [file.path for folder in folders for file in os.scandir(folder)]
       paths += dataset_config.all_files(cfg)
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"

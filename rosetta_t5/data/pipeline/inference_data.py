@@ -191,24 +191,20 @@ def get_dataset_from_natural_text_examples(
 
 def _source(examples: Sequence[Example]) -> seqio.FunctionDataSource:
   """Returns a source whose splits "train" and "validation" both are the examples."""
-  pairs = []
-  for example in examples:
-    if isinstance(example, str | bytes):
-      pairs.append((example, ""))
-    elif isinstance(example, Mapping) and {"input", "target"} <= set(example):
-      pairs.append((example["input"], example["target"]))
-    else:
-      shown = f"the keys {sorted(example)}" if isinstance(example, Mapping) else repr(example)[:80]
+  dicts = [{"input": e, "target": ""} if isinstance(e, str | bytes) else e for e in examples]
+  for example in dicts:
+    if not (isinstance(example, Mapping) and {"input", "target"} <= set(example)):
       raise ValueError(
-        f"an example must be a text or {{'input': text, 'target': text}}, got {shown}"
+        f"an example must be a text or {{'input': text, 'target': text}}, got {example!r}"[:200]
       )
+  targets = [example["target"] for example in dicts]
 
   def read(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(
       {
-        "inputs": tf.constant([text for text, _ in pairs], tf.string),
-        "targets": tf.constant([target for _, target in pairs], tf.string),
-        "answers": tf.constant([[target] for _, target in pairs], tf.string),
+        "inputs": tf.constant([example["input"] for example in dicts], tf.string),
+        "targets": tf.constant(targets, tf.string),
+        "answers": tf.constant([[target] for target in targets], tf.string),
       }
     )
 

@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import hashlib
 import itertools
-import math
 import re
 import string
 import threading
@@ -225,7 +224,5 @@ def _as_text(value: Any) -> str:
     return " ".join(map(_as_text, value))
   if isinstance(value, bytes):  # Parquet files of some programs have texts of this type
     return value.decode(errors="surrogateescape")
-  if isinstance(value, float) and math.isinf(value):
-    raise TypeError(f"is the number {value}, not text")
   is_missing = value is None or value != value  # pandas stores a missing value as NaN
   return "" if is_missing else str(value)
