@@ -76,13 +76,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     """Returns 1 for the positions that all see each other, [B, T]; None in a causal model."""
     if not self._inputs_bidirectional_attention:
       return None
-    if _MASK not in batch:
-      raise ValueError(
-        f"DecoderOnlyModel.inputs_bidirectional_attention = True needs the feature {_MASK}, which is "
-        f"not in the batch (it has {', '.join(sorted(batch))}): set task_feature_lengths for both "
-        "'inputs' and 'targets', or set it to False"
-      )
-    return batch[_MASK]
+    return _mask(batch)
 
   @property
   def is_prefix_lm(self) -> bool:
@@ -158,12 +152,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     Raises:
       ValueError: the batch does not mark the inputs, or `decode_fn` does not accept an argument.
     """
-    if _MASK not in batch:
-      raise ValueError(
-        f"the batch must have {_MASK}, which distinguishes inputs from targets (it has "
-        f"{', '.join(sorted(batch))}): set task_feature_lengths for both 'inputs' and 'targets'"
-      )
-    mask_BP, tokens_BT = batch[_MASK], batch["decoder_input_tokens"]
+    mask_BP, tokens_BT = _mask(batch), batch["decoder_input_tokens"]
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
     inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
     cache, lengths_B, *sown = self._compute_kv_cache(params, inputs_BT, mask_BP)
@@ -171,6 +160,17 @@ class DecoderOnlyModel(BaseTransformerModel):
       params, inputs_BT, cache, lengths_B, num_decodes, return_all_decodes, decoder_params, rng
     )
     return remove_prefix(decodes, lengths_B), {**aux, **fraction_left_behind(*sown or ({},))}
+
+
+def _mask(batch: Batch) -> jax.Array:
+  """Returns the positions of the inputs, [B, P]."""
+  if _MASK not in batch:
+    raise ValueError(
+      f"the batch must have {_MASK}, which distinguishes inputs from targets, for predictions and for "
+      f"inputs_bidirectional_attention = True (it has {', '.join(sorted(batch))}): set "
+      "task_feature_lengths for both 'inputs' and 'targets'"
+    )
+  return batch[_MASK]
 
 
 def remove_prefix(

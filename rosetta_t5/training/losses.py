@@ -106,7 +106,6 @@ class SpecialLossNormalizingFactor(enum.Enum):
   MEAN_PER_SEQUENCE = 5
 
 
-_TOTAL = SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS
 # The factors that are a mean over the whole batch, and the factor of one microbatch that each replaces.
 _MEANS = {
   SpecialLossNormalizingFactor.MEAN_PER_TOKEN: SpecialLossNormalizingFactor.NUM_REAL_TARGET_TOKENS,
@@ -162,7 +161,7 @@ def get_loss_normalizing_factor_and_weights(
   targets = batch["decoder_target_tokens"]
   if weights is None:
     weights = (targets > 0).astype(jnp.float32)
-  if factor is _TOTAL:
+  if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
     return float(math.prod(targets.shape)), weights
   if _MEANS.get(factor, factor) is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:
     weights = _average_per_sequence(weights, batch.get("decoder_segment_ids"))

@@ -212,12 +212,8 @@ class BaseTrainer(contextlib.AbstractContextManager):
   def _timed_compilation(self, manager: MetricsManager) -> Iterator[None]:
     started = now()
     yield
-    step = self.train_state.step
-    # A state of shapes, which is enough for compiling, has no values.
-    is_known = not isinstance(step, jax.ShapeDtypeStruct)
-    manager.write_scalar(
-      "timing/compilation_seconds", now() - started, int(step) if is_known else 0
-    )
+    seconds = now() - started
+    manager.write_scalar("timing/compilation_seconds", seconds, int(self.train_state.step))
 
   def close(self) -> None:
     """Waits until all metrics are written."""
@@ -307,10 +303,6 @@ def trainer_to_compile(
       `Trainer` with a constant learning rate.
     **arguments: the other arguments of the trainer; the state may be one of shapes.
   """
-  # As in T5X's precompile.
-  constant: dict[str, Any] = {
-    "learning_rate_fn": lambda step: jnp.float32(1e-3),
-    "num_microbatches": None,
-  }
-  make_trainer = trainer_cls or functools.partial(Trainer, **constant)
-  return make_trainer(eval_names=[], summary_dir=None, **arguments)
+  if trainer_cls is None:
+    arguments |= {"learning_rate_fn": lambda _: jnp.float32(1e-3), "num_microbatches": None}
+  return (trainer_cls or Trainer)(eval_names=[], summary_dir=None, **arguments)

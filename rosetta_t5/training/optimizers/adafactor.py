@@ -87,16 +87,13 @@ class Adafactor(OptimizerDef):
     max_parameter_scale: PositiveNumber | None = None,
     skip_nan_updates: bool = False,
   ):
-    given = locals()
+    given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
     if not factored and factor_map is not None:
       raise ValueError(
         "Adafactor.factor_map has no effect with factored = False: remove one of the two"
       )
-    self.dtype_momentum = jnp.dtype(dtype_momentum)
-    others = ("self", "__class__", "dtype_momentum")
-    super().__init__(
-      optimizer_def.HyperParams(**{name: given[name] for name in given if name not in others})
-    )
+    self.dtype_momentum = jnp.dtype(given.pop("dtype_momentum"))
+    super().__init__(optimizer_def.HyperParams(**given))
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.
