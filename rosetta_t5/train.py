@@ -231,9 +231,8 @@ def train(
     num_eval_samples=num_eval_samples,
   )
   if first_step < total_steps:
-    console.log_start(
-      model_dir, setup, description, partitioner, feed.element_spec, steps, computation
-    )
+    header = f"{setup}\n{description}"
+    console.log_start(model_dir, header, partitioner.mesh, feed.element_spec, steps)
     with loop.log_failure(), out_of_memory.explain_out_of_memory(out_of_memory.TRAINING):
       loop.compile()
       console.log_model_info(

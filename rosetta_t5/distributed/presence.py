@@ -230,8 +230,6 @@ class Presence:
         watched.remove(connection)
 
   def _end_because_of_another(self, text: str, grace_s: float) -> None:
-    if self._index == 0:
-      self._send(text)
     time.sleep(grace_s)
     if self._is_ending.acquire(blocking=False):  # Otherwise the main thread ends this process.
       os.write(self._stderr, f"\nerror: this run ends because {text}\n".encode())

@@ -39,14 +39,6 @@ _COMMON_RULES: LogicalAxisRules = (
   ("joined_kv", "model"),
 )
 
-# (activation dims, parameter dims) → rules of `embed`, in the order in which they are tried.
-_EMBED_RULES: dict[tuple[int, int], LogicalAxisRules] = {
-  (1, 1): (("embed", None),),
-  (2, 1): (("embed", "model"),),
-  (1, 2): (("embed", "data"),),
-  (2, 2): (("embed", "model"), ("embed", "data")),
-}
-
 _REPLICATED_AXES = (
   "relpos_buckets",
   "abspos_buckets",
@@ -81,13 +73,15 @@ def standard_logical_axis_rules(
     ValueError: a number of dimensions is neither 1 nor 2.
   """
   dims = (activation_partitioning_dims, parameter_partitioning_dims)
-  if dims not in _EMBED_RULES:
+  if not {*dims} <= {1, 2}:
     raise ValueError(
       "standard_logical_axis_rules: activation_partitioning_dims and parameter_partitioning_dims must "
       f"be 1 or 2, got {dims[0]} and {dims[1]}"
     )
+  embed_axes = [axis for axis, n in zip((MODEL_AXIS, DATA_AXIS), dims, strict=True) if n == 2]
+  embed: LogicalAxisRules = [("embed", axis) for axis in embed_axes] or [("embed", None)]
   replicated: LogicalAxisRules = [(name, None) for name in _REPLICATED_AXES]
-  return [*_COMMON_RULES, *_EMBED_RULES[dims], *replicated, *(additional_rules or ())]
+  return [*_COMMON_RULES, *embed, *replicated, *(additional_rules or ())]
 
 
 def extend_axis_rules(

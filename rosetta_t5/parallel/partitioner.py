@@ -166,8 +166,7 @@ class BasePartitioner(abc.ABC):
   @property
   def data_partition_spec(self) -> PartitionSpec:
     """The PartitionSpec of a batch, whose first dimension is split over the mesh's `BATCH_AXES`."""
-    axes = self.mesh_config.batch_axes
-    return PartitionSpec(axes if len(axes) > 1 else DATA_AXIS)
+    return PartitionSpec(self.mesh_config.batch_axes)
 
   @property
   def data_mesh_size(self) -> int:
@@ -299,8 +298,8 @@ class PjitPartitioner(BasePartitioner):
     super().__init__(
       num_partitions, model_parallel_submesh, params_on_devices, backend, *shapes, mesh, mesh_order
     )
-    rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
-    self._given_rules = rules
+    given = logical_axis_rules
+    self._given_rules = standard_logical_axis_rules() if given is None else given
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
     self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)

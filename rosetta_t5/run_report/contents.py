@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rosetta_t5.run_report.run_folder import Run, Series, without_repeated_steps
+from rosetta_t5.run_report.run_folder import Run, Series, drop_repeated_steps
 from rosetta_t5.terminal import format_duration
 
 UNKNOWN = "–"
@@ -125,7 +125,7 @@ def _task(group: str) -> str:
 
 def summary_row(run: Run) -> dict[str, str]:
   """Returns a run's row in the table of NVIDIA's T5X, by column; UNKNOWN where its files do not say."""
-  setup, mesh, computes = run.setup, run.setup.get("mesh"), str(run.setup.get("computes", ""))
+  setup, mesh, computes = run.setup, run.setup.get("mesh"), dict(run.header).get("computes", "")
   # T5X records no setup, but both rates, whose ratio is the number of devices.
   speed = _median(run, "timing/seqs_per_second")
   devices = _positive(setup.get("devices"))
@@ -174,7 +174,7 @@ def _score(run: Run, task: str, metrics: tuple[str, ...]) -> str:
 
 def _last(series: Series) -> str:
   """Returns the last value of a rate in percent."""
-  values = without_repeated_steps(series).values
+  values = drop_repeated_steps(series).values
   # SeqIO's accuracies are fractions or percentages, depending on the task.
   factor = 100 if (values <= 1).all() else 1
   return f"{factor * values[-1]:.2f}"

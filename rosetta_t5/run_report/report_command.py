@@ -23,13 +23,7 @@ import numpy as np
 
 from rosetta_t5.files import write_atomically
 from rosetta_t5.run_report.contents import choose_panels, summary_row
-from rosetta_t5.run_report.run_folder import (
-  Run,
-  Series,
-  decimate,
-  read_runs,
-  without_repeated_steps,
-)
+from rosetta_t5.run_report.run_folder import Run, Series, decimate, drop_repeated_steps, read_runs
 from rosetta_t5.terminal import machine_path
 from rosetta_t5.user_errors import ConfigError
 
@@ -67,9 +61,6 @@ def report_runs(options: argparse.Namespace) -> int:
   page = build_page(runs)
   out.parent.mkdir(parents=True, exist_ok=True)
   write_atomically(out, page)
-  for run in runs:
-    for note in run.notes:
-      print(f"note: {run.name}: {note}")
   names = ", ".join(run.name for run in runs)
   print(f"{out}  {len(page) / 1e6:.1f} MB, {names}: open it in a browser; it needs no network")
   return 0
@@ -190,12 +181,11 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
     "name": run.name,
     "folder": str(run.folder),
     "row": list(summary_row(run).values()),
-    "notes": run.notes,
     "duration": last_time - first_time,
     "tokensPerStep": positions or None,
     "about": _about(run),
     "config": run.config,
-    "variables": [(name, shape, size, spec) for name, size, shape, spec in run.variables],
+    "variables": run.variables,
     "series": {
       group: {tag: _encode_series(s, first_time, max_points) for tag, s in tags.items()}
       for group, tags in run.series.items()
@@ -206,7 +196,7 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
 
 
 def _encode_series(series: Series, first_time: float, max_points: int) -> dict[str, Any]:
-  curve = decimate(without_repeated_steps(series), max_points)
+  curve = decimate(drop_repeated_steps(series), max_points)
   encoded = {
     "count": int(series.steps.size),
     "points": _encode_points(curve.points, first_time),
@@ -249,10 +239,8 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
 
 def _about(run: Run) -> list[tuple[str, str]]:
   """Returns what is known about model and machine, as (name, text)."""
-  lines = str(run.setup.get("header", "")).splitlines()
-  rows = [(name, text.strip()) for name, _, text in (line.partition(" ") for line in lines) if name]
   kept = ", ".join(f"{step:,}" for step in run.kept_checkpoints)
-  return [*rows, ("checkpoints", f"kept: {kept or 'none'}"), ("folder", str(run.folder))]
+  return [*run.header, ("checkpoints", f"kept: {kept or 'none'}"), ("folder", str(run.folder))]
 
 
 def _page_file(name: str, package: str = f"{__package__}.page_files") -> str:

@@ -6,6 +6,7 @@ The series of TensorBoard's event files are also reduced here, to as many points
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -78,10 +79,9 @@ class Run:
     log: the lines of run-log.jsonl that have a time; T5X writes none.
     kept_checkpoints: the steps of the checkpoints that exist.
     config: the effective configuration, {name: value} as text.
-    variables: (name, size, shape, partition spec) of each array of the train state.
+    variables: (name, shape, size, partition spec) of each array of the train state.
     num_parameters: the number of parameters; NaN if unknown.
     samples: {task: {step: [(input, target, prediction)]}}.
-    notes: what could not be read.
   """
 
   folder: pathlib.Path
@@ -90,15 +90,20 @@ class Run:
   log: list[dict[str, Any]]
   kept_checkpoints: list[int]
   config: dict[str, str]
-  variables: list[tuple[str, int, str, str]]
+  variables: list[tuple[str, str, int, str]]
   num_parameters: float
   samples: dict[str, dict[int, list[Texts]]]
-  notes: list[str]
 
   @property
   def setup(self) -> dict[str, Any]:
     """What the last start recorded about model, mesh and devices."""
     return next((line for line in reversed(self.log) if line.get("event") == "start"), {})
+
+  @property
+  def header(self) -> list[tuple[str, str]]:
+    """The lines of the header that the last start printed, as (name, text)."""
+    lines = (line.partition(" ") for line in str(self.setup.get("header", "")).splitlines())
+    return [(name, text.strip()) for name, _, text in lines if name]
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -115,14 +120,13 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def _read_run(folder: pathlib.Path, name: str) -> Run:
-  notes: list[str] = []
-  series = _read_series(folder, notes)
+  series = _read_series(folder)
   if not any(series.values()):
     raise ValueError(
       f"{folder} contains no metrics of a run: give a MODEL_DIR, whose folders train, training_eval and "
       "inference_eval contain TensorBoard's events.out.tfevents files"
     )
-  log = _read_json_lines(folder / "run-log.jsonl", notes)
+  log = _read_json_lines(folder / "run-log.jsonl")
   found = (_CHECKPOINT.fullmatch(entry) for entry in os.listdir(folder))
   info = _text_of(folder / "model-info.txt").splitlines()
   variables = [match.groups() for line in info if (match := _VARIABLE.fullmatch(line))]
@@ -131,13 +135,12 @@ def _read_run(folder: pathlib.Path, name: str) -> Run:
     folder=folder,
     name=name,
     series=series,
-    log=[line for line in log if math.isfinite(_number(line.get("time")))],
+    log=[line for line in log if isinstance(line.get("time"), int | float)],
     kept_checkpoints=sorted(int(match[1]) for match in found if match),
     config=parse_bindings(_text_of(folder / "config.gin")),
-    variables=[(name, int(size), shape, spec) for name, size, shape, spec in variables],
+    variables=[(name, shape, int(size), spec) for name, size, shape, spec in variables],
     num_parameters=totals[-1] if totals else math.nan,
-    samples=_read_samples(folder, notes),
-    notes=notes,
+    samples=_read_samples(folder),
   )
 
 
@@ -145,17 +148,13 @@ def _text_of(file: pathlib.Path) -> str:
   return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def _read_series(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[str, Series]]:
+def _read_series(folder: pathlib.Path) -> dict[str, dict[str, Series]]:
   """Returns the series by group and tag; those of several files are joined in the order of time."""
   parts: dict[str, dict[str, list[Series]]] = collections.defaultdict(dict)
   groups = (folder / name for name in ("train", "training_eval", "inference_eval"))
   for file in sorted(file for group in groups for file in group.rglob("*tfevents*")):
     status = file.stat()
-    read, damaged = read_event_file(file, status.st_size, status.st_mtime_ns)
-    if damaged:
-      notes.append(
-        f"{file.relative_to(folder)}: {damaged} damaged or incomplete record(s) left out"
-      )
+    read = read_event_file(file, status.st_size, status.st_mtime_ns)
     for tag, series in read.items():
       parts[os.fspath(file.parent.relative_to(folder))].setdefault(tag, []).append(series)
   return {
@@ -170,34 +169,28 @@ def _join(parts: Sequence[Series]) -> Series:
 
 # A page that follows a run reads only the files that have grown.
 @functools.lru_cache(maxsize=256)
-def read_event_file(
-  path: pathlib.Path, size: int = 0, modified: int = 0
-) -> tuple[dict[str, Series], int]:
-  """Reads all scalars of an event file; texts, histograms, images and graphs are left out.
+def read_event_file(path: pathlib.Path, size: int = 0, modified: int = 0) -> dict[str, Series]:
+  """Returns the scalars of an event file by tag; texts, histograms, images and graphs are left out.
 
-  A million scalars take a few seconds. A file that another process is writing may end within a record,
-  which is left out.
+  A million scalars take a few seconds. Damaged records are left out, such as the last one of a file that
+  another process is writing.
 
   Args:
     path: the file.
     size: of the file; like `modified`, it is what results are cached by.
     modified: the time of the last change.
-
-  Returns:
-    (the series by tag, the number of records that cannot be read).
   """
   from google.protobuf.message import DecodeError
   from tensorboard.compat.proto.event_pb2 import Event
 
   data, read_length = path.read_bytes(), struct.Struct("<Q").unpack_from
   rows: dict[str, list[tuple[int, float, float]]] = collections.defaultdict(list)
-  damaged = end = 0
+  end = 0
   while (begin := end + _HEADER) <= len(data):
     end = begin + read_length(data, end)[0] + _FOOTER
     try:
       event = Event.FromString(data[begin : end - _FOOTER])
     except DecodeError:
-      damaged += 1
       continue
     for value in event.summary.value:
       number = _scalar_of(value)
@@ -207,7 +200,7 @@ def read_event_file(
   for tag, of_tag in rows.items():
     steps, times, values = zip(*of_tag, strict=True)
     series[tag] = Series(np.array(steps, np.int64), np.array(times), np.array(values))
-  return series, damaged
+  return series
 
 
 def _scalar_of(value: Any) -> float | None:
@@ -225,7 +218,7 @@ def _scalar_of(value: Any) -> float | None:
   return float(array.item()) if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
-def without_repeated_steps(series: Series) -> Series:
+def drop_repeated_steps(series: Series) -> Series:
   """Returns a series in the order of its steps, with the value that was written last for each.
 
   A run that restarts repeats the steps after its last checkpoint.
@@ -254,37 +247,27 @@ def decimate(series: Series, max_points: int) -> Curve:
   return Curve(points, middles._replace(values=means), nonfinite_steps)
 
 
-def _number(value: Any) -> float:
-  is_number = isinstance(value, int | float) and abs(value) < 1e15
-  return float(value) if is_number else math.nan
-
-
-def _read_json_lines(file: pathlib.Path, notes: list[str], limit: int | None = None) -> list[Any]:
-  """Returns the objects of the first lines of a file; lines that are not JSON objects are noted."""
+def _read_json_lines(file: pathlib.Path, limit: int | None = None) -> list[dict[str, Any]]:
+  """Returns the objects of the first lines of a file; lines that are not JSON objects are left out."""
   if not file.is_file():
     return []
   rows: list[Any] = []
   with file.open(encoding="utf-8", errors="replace") as lines:
     for line in itertools.islice(lines, limit):
-      try:
+      with contextlib.suppress(ValueError):
         rows.append(json.loads(line))
-      except (ValueError, RecursionError):
-        rows.append(None)
-  objects = [row for row in rows if isinstance(row, dict)]
-  if damaged := len(rows) - len(objects):
-    notes.append(f"{file.name}: {damaged} line(s) left out, which are not JSON objects")
-  return objects
+  return [row for row in rows if isinstance(row, dict)]
 
 
-def _read_samples(folder: pathlib.Path, notes: list[str]) -> dict[str, dict[int, list[Texts]]]:
+def _read_samples(folder: pathlib.Path) -> dict[str, dict[int, list[Texts]]]:
   """Returns the first predictions of each task at its last evaluations."""
   samples: dict[str, dict[int, list[Texts]]] = collections.defaultdict(dict)
-  for row in _read_json_lines(folder / "samples.jsonl", notes):
-    if not math.isnan(step := _number(row.get("step"))):
-      samples[str(row.get("task"))].setdefault(int(step), []).append(_texts_of(row))
+  for row in _read_json_lines(folder / "samples.jsonl"):
+    if "step" in row:
+      samples[str(row.get("task"))].setdefault(int(row["step"]), []).append(_texts_of(row))
   for file in sorted((folder / "inference_eval").glob("*.jsonl")):
     if match := _PREDICTIONS.fullmatch(file.name):
-      texts = [*map(_texts_of, _read_json_lines(file, notes, _MAX_EXAMPLES))]
+      texts = [*map(_texts_of, _read_json_lines(file, _MAX_EXAMPLES))]
       samples[match["task"]][int(match["step"])] = texts
   # Of a step that a restart has repeated, the last predictions remain.
   return {

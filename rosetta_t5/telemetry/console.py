@@ -208,29 +208,29 @@ def describe_training(
 
 
 def log_start(
-  model_dir: str,
-  setup: str,
-  description: str,
-  partitioner: Any,
-  batch: Mapping[str, Any],
-  steps: tuple[int, int],
-  computation: str | None,
+  model_dir: str, header: str, mesh: Any, batch: Mapping[str, Any], steps: tuple[int, int]
 ) -> None:
-  """Logs what `rosetta-t5 report` shows about a run that starts; the arguments are those of its header."""
-  mesh = partitioner.mesh
-  sizes = {name: leaf.shape for name, leaf in batch.items()}
-  fields = {
-    "header": f"{setup}\n{description}",
-    "step": steps[0],
-    "total_steps": steps[1],
-    "device": mesh.devices.flat[0].device_kind,
-    "devices": mesh.devices.size,
-    "mesh": dict(mesh.shape),
-    "batch_size": int(next(iter(sizes.values()))[0]),
-    "lengths": {name: int(shape[1]) for name, shape in sizes.items() if len(shape) > 1},
-    "computes": computation,
-  }
-  log_event(model_dir, "start", **fields)
+  """Logs what `rosetta-t5 report` shows about a run that starts.
+
+  Args:
+    model_dir: the folder of all output.
+    header: what the run has printed.
+    mesh: the mesh.
+    batch: the arrays or shapes of a batch, by feature.
+    steps: the completed steps at the start and at the end of the run.
+  """
+  log_event(
+    model_dir,
+    "start",
+    header=header,
+    step=steps[0],
+    total_steps=steps[1],
+    device=mesh.devices.flat[0].device_kind,
+    devices=mesh.devices.size,
+    mesh=dict(mesh.shape),
+    batch_size=next(iter(batch.values())).shape[0],
+    lengths={name: leaf.shape[1] for name, leaf in batch.items() if len(leaf.shape) > 1},
+  )
 
 
 def run_summary(

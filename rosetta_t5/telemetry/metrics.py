@@ -6,7 +6,7 @@ A compiled step knows neither the time nor the number of steps. `set_time_metric
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import jax
@@ -185,17 +185,15 @@ def shape_obj_to_defined_obj(obj: clu_metrics.Metric) -> clu_metrics.Metric:
 
 def set_time_metrics_duration(metrics: Any, duration: Scalar) -> Any:
   """Sets `duration` (in seconds) in those metrics of a tree that need one."""
-  return jax.tree.map(
-    lambda m: m.replace_duration(duration) if is_time_metric(m) else m,
-    metrics,
-    is_leaf=is_metric_obj,
-  )
+  return _map_metrics(Time, lambda metric: metric.replace_duration(duration), metrics)
 
 
 def set_step_metrics_num_steps(metrics: Any, num_steps: Scalar) -> Any:
   """Sets the number of steps in those metrics of a tree that count steps."""
+  return _map_metrics(Step, lambda metric: metric.replace_steps(num_steps), metrics)
+
+
+def _map_metrics(kind: type, change: Callable[[Any], Any], metrics: Any) -> Any:
   return jax.tree.map(
-    lambda m: m.replace_steps(num_steps) if isinstance(m, Step) else m,
-    metrics,
-    is_leaf=is_metric_obj,
+    lambda m: change(m) if isinstance(m, kind) else m, metrics, is_leaf=is_metric_obj
   )

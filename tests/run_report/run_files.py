@@ -119,7 +119,6 @@ FACTS = {
   "mesh": {"data": 4, "model": 2},
   "batch_size": 2048,
   "lengths": {"encoder_input_tokens": 512, "decoder_target_tokens": 114},
-  "computes": "bfloat16; fp8 off; attention by flash",
 }
 
 

@@ -18,8 +18,8 @@ from tensorboard.util import tensor_util
 from rosetta_t5.run_report.run_folder import (
   Series,
   decimate,
+  drop_repeated_steps,
   read_event_file,
-  without_repeated_steps,
 )
 
 
@@ -42,8 +42,7 @@ def test_scalars_equal_those_that_tensorboard_reads(tmp_path, as_tensors):
     for value in event.summary.value:
       number = tensor_util.make_ndarray(value.tensor).item() if as_tensors else value.simple_value
       expected[value.tag].append((event.step, event.wall_time, number))
-  read, damaged = read_event_file(path)
-  assert not damaged
+  read = read_event_file(path)
   assert set(read) == set(expected) == set(rows[0][1])
   for tag, series in read.items():
     columns = (series.steps.tolist(), series.times.tolist(), series.values.tolist())
@@ -58,7 +57,7 @@ def test_other_types_of_numbers_are_read(tmp_path):
     entry.tensor.CopyFrom(tensor_util.make_tensor_proto(np.asarray(value)))
   with path.open("ab") as file:
     RecordWriter(file).write(event.SerializeToString())
-  read, _ = read_event_file(path)
+  read = read_event_file(path)
   assert {tag: series.values.tolist() for tag, series in read.items()} == {
     "loss": [1.0],
     "integer": [5.0],
@@ -68,7 +67,7 @@ def test_other_types_of_numbers_are_read(tmp_path):
 
 def test_infinite_and_nan_values_are_kept(tmp_path):
   rows = [(step, {"loss": value}) for step, value in enumerate((math.nan, math.inf, 1.0), 1)]
-  values = read_event_file(add_event_file(tmp_path, rows))[0]["loss"].values
+  values = read_event_file(add_event_file(tmp_path, rows))["loss"].values
   assert math.isnan(values[0])
   assert values[1:].tolist() == [math.inf, 1.0]
 
@@ -76,17 +75,16 @@ def test_infinite_and_nan_values_are_kept(tmp_path):
 def test_a_record_that_is_still_being_written_is_left_out(tmp_path):
   path = add_event_file(tmp_path, training_metrics([1, 2]))
   path.write_bytes(path.read_bytes()[:-7])
-  read, damaged = read_event_file(path)
+  read = read_event_file(path)
   assert read["loss"].steps.tolist() == [1, 2]
   assert read["memory/host_peak_gib"].steps.tolist() == [1]
-  assert damaged == 1
 
 
 def test_a_file_of_other_content_gives_no_series(tmp_path):
   for number, content in enumerate((b"", b"\0" * 4000, bytes(range(256)) * 20)):
     path = tmp_path / f"events.out.tfevents.{number}"
     path.write_bytes(content)
-    assert read_event_file(path)[0] == {}
+    assert read_event_file(path) == {}
 
 
 @pytest.mark.slow
@@ -95,7 +93,7 @@ def test_a_million_scalars_take_less_than_ten_seconds(tmp_path):
   events = path.read_bytes()
   path.write_bytes(events * 1000)
   began = time.process_time()
-  assert read_event_file(path)[0]["loss"].steps.size == 1_000_000
+  assert read_event_file(path)["loss"].steps.size == 1_000_000
   assert time.process_time() - began < 10
 
 
@@ -134,7 +132,7 @@ def test_infinite_and_nan_values_are_reported_apart():
 
 
 def test_of_steps_that_a_restart_repeats_the_later_values_count():
-  kept = without_repeated_steps(make_series([5, 4, 3, 2.5, 2, 1.5], steps=[10, 20, 30, 20, 30, 40]))
+  kept = drop_repeated_steps(make_series([5, 4, 3, 2.5, 2, 1.5], steps=[10, 20, 30, 20, 30, 40]))
   assert kept.steps.tolist() == [10, 20, 30, 40]
   assert kept.values.tolist() == [5, 2.5, 2, 1.5]
   assert kept.times.tolist() == [0, 30, 40, 50]

@@ -283,9 +283,7 @@ function resultsSection() {
     const numbers = state.data.columns.map((_, n) => n).slice(4);
     element.replaceChildren(table(state.data.columns, visibleRuns().map((run) => run.row), "row", numbers));
   });
-  const notes = make("div");
-  updates.push(() => notes.replaceChildren(...state.data.runs.flatMap((run) => run.notes.map((text) => noteLine(`${run.name}: ${text}`)))));
-  return section("Results", notes, card(element));
+  return section("Results", card(element));
 }
 
 function timelineSection() {
