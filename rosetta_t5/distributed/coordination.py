@@ -85,9 +85,8 @@ def find_launch_info(environ: Mapping[str, str] = os.environ) -> LaunchInfo:
   index, count, local_index = map(number, names)
   if names[0] == "SLURM_PROCID":
     count = count or number("SLURM_NTASKS")
-  slots: list[str] = []
-  if node_file := environ.get("PBS_NODEFILE"):  # one line for each slot
-    slots = pathlib.Path(node_file).read_text().split()
+  node_file = environ.get("PBS_NODEFILE")
+  slots = pathlib.Path(node_file).read_text().split() if node_file else []  # one on each line
   return LaunchInfo(_coordinator(slots, environ), count or len(slots) or None, index, local_index)
 
 

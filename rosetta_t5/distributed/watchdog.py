@@ -154,12 +154,11 @@ class Watchdog:
 def _stall_text(reports: Sequence[Report], blocking: Sequence[Report]) -> str:
   lines = ["error: this run ends because it makes no progress. Its processes:"]
   for report in reports:
+    process = f"{report.process} ({report.host})"
     mark = "  <- blocks the others" if report in blocking else ""
-    seconds = f"{report.seconds:.0f} s"
-    lines.append(f"  {report.process} ({report.host}): {report.phase} for {seconds}{mark}")
+    lines.append(f"  {process}: {report.phase} for {report.seconds:.0f} s{mark}")
   for report in blocking:
     if report.stack:
-      stack = report.stack.rstrip()
-      lines += [f"The main thread of process {report.process} is at:", stack]
+      lines += [f"The main thread of process {report.process} is at:", report.stack.rstrip()]
   lines.append(f"{VARIABLE} sets the time without progress after which a run ends (0: never).")
   return "\n".join(lines)

@@ -316,9 +316,8 @@ class PjitPartitioner(BasePartitioner):
     Raises:
       ValueError: a logical axis has no rule.
     """
-    axes_by_path = dict(
-      jax.tree.leaves_with_path(self.get_logical_axes(train_state), is_leaf=_is_axis_names)
-    )
+    logical_axes = self.get_logical_axes(train_state)
+    axes_by_path = dict(jax.tree.leaves_with_path(logical_axes, is_leaf=_is_axis_names))
     rules = self.logical_axis_rules
 
     def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:

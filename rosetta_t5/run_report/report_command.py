@@ -197,15 +197,13 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
 
 def _encode_series(series: Series, first_time: float, max_points: int) -> dict[str, Any]:
   curve = decimate(drop_repeated_steps(series), max_points)
-  encoded = {
+  return {
     "count": int(series.steps.size),
     "points": _encode_points(curve.points, first_time),
     "nonfinite": curve.nonfinite_steps[:100].tolist(),
     "nonfiniteCount": int(curve.nonfinite_steps.size),
+    "means": curve.means and _encode_points(curve.means, first_time),
   }
-  if curve.means is not None:
-    encoded["means"] = _encode_points(curve.means, first_time)
-  return encoded
 
 
 def _encode_points(series: Series, first_time: float) -> dict[str, str]:

@@ -196,11 +196,8 @@ def read_event_file(path: pathlib.Path, size: int = 0, modified: int = 0) -> dic
       number = _scalar_of(value)
       if number is not None:
         rows[value.tag].append((event.step, event.wall_time, number))
-  series = {}
-  for tag, of_tag in rows.items():
-    steps, times, values = zip(*of_tag, strict=True)
-    series[tag] = Series(np.array(steps, np.int64), np.array(times), np.array(values))
-  return series
+  columns = {tag: np.array(of_tag).T for tag, of_tag in rows.items()}
+  return {tag: Series(c[0].astype(np.int64), c[1], c[2]) for tag, c in columns.items()}
 
 
 def _scalar_of(value: Any) -> float | None:

@@ -77,23 +77,10 @@ def _read_row(row: str) -> tuple[str, Gpu]:
   bfloat16, fp8, tf32 = (float(f"{number}e12") for number in numbers[:3])
   memory, bandwidth, nvlink, network = (float(f"{number}e9") for number in numbers[3:7])
   cores, clock, l2, shared_memory, threads = map(float, numbers[7:])
-  return key, Gpu(
-    name=name,
-    kind=f"NVIDIA {kind}",
-    capability=(major, minor),
-    bfloat16=bfloat16,
-    fp8=fp8 or None,
-    tf32=tf32,
-    memory=memory,
-    bandwidth=bandwidth,
-    nvlink=nvlink,
-    network=network,
-    cores=int(cores),
-    clock=clock,
-    l2=int(l2) << 20,
-    shared_memory=int(shared_memory) << 10,
-    threads=int(threads),
-  )
+  # In the order of the attributes.
+  rates = (bfloat16, fp8 or None, tf32, memory, bandwidth, nvlink, network)
+  processors = (int(cores), clock, int(l2) << 20, int(shared_memory) << 10, int(threads))
+  return key, Gpu(name, f"NVIDIA {kind}", (major, minor), *rates, *processors)
 
 
 GPUS: dict[str, Gpu] = dict(map(_read_row, _DATA_SHEETS.strip().splitlines()[2:]))

@@ -122,7 +122,14 @@ class MetricsManager:
       if started:
         fetched = set_time_metrics_duration(fetched, ended.result() - started.result())
       values = {name: metric.compute_value() for name, metric in fetched.items()}
-      self._write_values(int(step), values)
+      scalars = as_floats(values)
+      self._call_writers("write_scalars", int(step), scalars)
+      others = {name: value for name, value in values.items() if name not in scalars}
+      if others and self._writers:
+        from clu import metric_writers
+
+        metric_writers.write_values(_AllMethods(self._call_writers), int(step), others)
+      self._call_writers("flush")
       return values
 
     return self._submit(compute_and_write)
@@ -156,16 +163,6 @@ class MetricsManager:
   def _call_writers(self, method: str, *args: Any, **kwargs: Any) -> None:
     for writer in self._writers:
       writer.call(method, *args, **kwargs)
-
-  def _write_values(self, step: int, values: Values) -> None:
-    scalars = as_floats(values)
-    self._call_writers("write_scalars", step, scalars)
-    others = {name: value for name, value in values.items() if name not in scalars}
-    if others and self._writers:
-      from clu import metric_writers
-
-      metric_writers.write_values(_AllMethods(self._call_writers), step, others)
-    self._call_writers("flush")
 
 
 class _Writer:
