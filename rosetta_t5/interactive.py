@@ -25,8 +25,6 @@ from rosetta_t5.training.schedules import create_learning_rate_scheduler
 
 MetricFn = Callable[..., Mapping[str, Any]]
 
-_KEPT_CHECKPOINTS = 5
-
 
 class InteractiveModel:
   """A model with its parameters, for examples that are texts or {"input": text, "target": text}.
@@ -116,18 +114,20 @@ class InteractiveModel:
       model, partitioner, self.train_state_axes, batch_size, task_feature_lengths, add_eos
     )
     self.features = self._texts.features
-    self.save_cfg = checkpoints.SaveCheckpointConfig(
-      dtype=dtype or "float32", keep=_KEPT_CHECKPOINTS, period=1000
-    )
+    self.save_cfg = checkpoints.SaveCheckpointConfig(dtype or "float32", keep=5, period=1000)
     self._manager = checkpoints.create_orbax_checkpoint_manager(
       save_cfg=self.save_cfg,
       train_state=initializer.global_train_state_shape,
       partitioner=partitioner,
       model_dir=self.output_dir,
     )
+    if restore_cfg is not None:
+      checkpoints.find_checkpoints([restore_cfg])
+      checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
+    start = restore_cfg or checkpoints.RestoreCheckpointConfig(output_dir, mode="latest")
     self.trainer = Trainer(
       model=model,
-      train_state=self._first_state(initializer, init_rng),
+      train_state=initializer.from_checkpoint_or_scratch([start], init_rng=init_rng),
       partitioner=partitioner,
       eval_names=list(eval_names or ()),
       summary_dir=self.output_dir,
@@ -136,16 +136,7 @@ class InteractiveModel:
       learning_rate_fn=create_learning_rate_scheduler(),
       num_microbatches=None,
     )
-    info_file = os.path.join(self.output_dir, "model-info.txt")
-    log_model_info(info_file, self.train_state, partitioner)
-
-  def _first_state(self, initializer: Any, init_rng: jax.Array) -> Any:
-    if self.restore_cfg is None:
-      latest = checkpoints.RestoreCheckpointConfig(self.output_dir, mode="latest")
-      return initializer.from_checkpoint_or_scratch([latest], init_rng=init_rng)
-    checkpoints.find_checkpoints([self.restore_cfg])
-    checkpoints.check_model(self.model, data.vocabulary_digests(self.model), self.restore_cfg)
-    return initializer.from_checkpoint([self.restore_cfg], init_rng=init_rng)
+    log_model_info(os.path.join(output_dir, "model-info.txt"), self.train_state, partitioner)
 
   @property
   def train_state(self) -> Any:

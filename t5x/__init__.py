@@ -7,7 +7,6 @@ alone would have no effect on the functions there that use the name.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 import types

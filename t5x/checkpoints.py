@@ -47,10 +47,7 @@ def find_checkpoint(path: epath.PathLike, step: int | None = None) -> str:
     folder = file if step is None else checkpoint_folders.checkpoint_path(file, step)
     file = folder / "checkpoint"
   if not file.exists() or file.is_dir():
-    raise ValueError(
-      f"{path} is not a checkpoint in T5X's older layout: there is no file {file}. "
-      "load_t5x_checkpoint reads checkpoints of any layout"
-    )
+    raise ValueError(f"{path} is not a checkpoint in T5X's older layout: there is no file {file}")
   return os.fspath(file)
 
 

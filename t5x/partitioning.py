@@ -121,9 +121,7 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
 
 def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTree) -> PyTree:
   """Returns global arrays assembled from each process's part; None in `pspecs` means replicated."""
-  specs = jax.tree.map(
-    lambda spec: PartitionSpec() if spec is None else spec, pspecs, is_leaf=lambda x: x is None
-  )
+  specs = jax.tree.map(lambda spec: spec or PartitionSpec(), pspecs, is_leaf=lambda x: x is None)
   return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)
 
 

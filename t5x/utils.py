@@ -66,8 +66,6 @@ def override_params_axes_names(
   return freeze(variables) if isinstance(model_variables, FrozenDict) else variables
 
 
-__all__ = ["sync_global_devices"]
-
 # Outputs in the order of their examples, and auxiliary values by name.
 Inferences = tuple[Sequence[Any], Mapping[str, Any]]
 

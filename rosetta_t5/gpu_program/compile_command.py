@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.resources
-import inspect
 import json
 import os
 import pathlib
@@ -295,11 +294,10 @@ def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _lower_inference(plan: Plan, model: Any, batch: Any, step: str) -> Any:
-  compute = model.predict_batch_with_aux if step == "predict" else model.score_batch
-  takes_rng = "rng" in inspect.signature(compute).parameters
-
   def infer(params: Any, batch: Any, rng: jax.Array) -> Any:
-    return compute(params, batch, rng=rng) if takes_rng else compute(params, batch)
+    if step == "predict":
+      return model.predict_batch_with_aux(params, batch, rng=rng)
+    return model.score_batch(params, batch)
 
   partitioner = plan["partitioner"]
   resources = (plan.specs.params, partitioner.data_partition_spec, PartitionSpec())

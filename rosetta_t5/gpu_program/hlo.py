@@ -17,7 +17,6 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(
   r"\b(?:calls|to_apply|body|true_computation|false_computation|branch_computations|called_computations)=(\{[^}]*\}|%[\w.\-]+)"
 )
-_BITS = re.compile(r"\d+")
 
 
 # The instructions of a computation by name, in the order of the schedule.
@@ -39,7 +38,7 @@ class Array:
   @property
   def bytes(self) -> int:
     """The bytes of the array; types of less than a byte are rounded up."""
-    bits = _BITS.search(self.dtype)  # such as 16 in bf16 and 8 in f8e4m3fn; `pred` has none
+    bits = re.search(r"\d+", self.dtype)  # such as 16 in bf16 and 8 in f8e4m3fn; `pred` has none
     return math.ceil(self.size * (int(bits[0]) if bits else 8) / 8)
 
 

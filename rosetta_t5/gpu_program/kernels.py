@@ -44,7 +44,6 @@ _OUR_MATMULS = {
   "key_gradient_kernel": 4,
   "bias_gradient_kernel": 2,
 }
-_CUDNN_FORWARD_MATMULS, _CUDNN_BACKWARD_MATMULS = 2, 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +128,7 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
     return _dot_flops(instruction, [int(number) for number in numbers])
   if target.startswith("__cudnn$fmha"):
     logits = instruction.backend_config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]
-    matmuls = _CUDNN_BACKWARD_MATMULS if "Backward" in target else _CUDNN_FORWARD_MATMULS
+    matmuls = 5 if "Backward" in target else 2
     number = math.prod(int(size) for size in logits["dimensions"])
     return _attention_flops(matmuls, number, operands[0])
   if "triton" in target:

@@ -245,8 +245,7 @@ class LossEvaluation:
     if self.cfg is None:
       return []
     if self._sampler is None:
-      datasets = self._datasets.result()
-      rows = {name: _first_rows(dataset, number) for name, dataset in datasets.items()}
+      rows = {name: _first_rows(x, number) for name, x in self._datasets.result().items()}
       self._sampler = held_out_sampler(rows, self.model, self.partitioner, train_state_axes)
     return self._sampler(train_state)
 

@@ -121,7 +121,12 @@ def held_out_sampler(
   examples = [(task, _first_example(row)) for task, given in rows.items() for row in given]
   # Empty rows fill up a batch of too few examples.
   examples = [(task, row) for task, row in examples if row["decoder_target_tokens"].any()]
-  cut = _cut([row for _, row in examples])
+  # At most _LENGTH tokens follow the longest inputs of a text.
+  length = _LENGTH + max((int(np.sum(row.get(_MASK, 0))) for _, row in examples), default=0)
+  cut = [
+    {name: x[:length] if name.startswith("decoder_") else x for name, x in row.items()}
+    for _, row in examples
+  ]
   shards = count_batch_shards(partitioner.mesh.shape)
   largest = max(map(len, rows.values()), default=1)
   batch_size = largest + -largest % shards
@@ -178,12 +183,3 @@ def _split(example: Row) -> tuple[list[int], list[int]]:
     return example["encoder_input_tokens"].tolist(), targets
   end = int(np.sum(example[_MASK])) - 1  # The mask includes the first target.
   return targets[:end], targets[end:]
-
-
-def _cut(examples: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
-  """Cuts the decoder's features, so that at most _LENGTH tokens follow the longest inputs."""
-  length = _LENGTH + max((int(np.sum(row.get(_MASK, 0))) for row in examples), default=0)
-  return [
-    {name: x[:length] if name.startswith("decoder_") else x for name, x in row.items()}
-    for row in examples
-  ]

@@ -207,10 +207,9 @@ class BlankFiller:
     return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
 
   def _predict_spans(self, tokens: Sequence[int]) -> dict[int, str]:
-    inputs_BS = np.zeros((1, self._input_length), np.int32)
-    inputs_BS[0, : len(tokens)] = tokens
+    padded_S = np.pad(np.array(tokens, np.int32), (0, self._input_length - len(tokens)))
     batch = {
-      "encoder_input_tokens": inputs_BS,
+      "encoder_input_tokens": padded_S[None],
       "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
     decodes_BT, _ = jax.device_get(self._predict(self._params, batch))
