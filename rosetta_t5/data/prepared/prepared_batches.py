@@ -52,7 +52,7 @@ class BatchSequence:
 
   Attributes:
     sources: the segments and the objective of each source.
-    mixture: maps an example's number to its source and its index in that source.
+    mixture: of each example the source and its index in that source.
     lengths: the lengths of "inputs" and "targets", or of "targets" alone.
     batch_size: number of rows in the global batch.
     rows: which of these rows this host reads.
@@ -61,7 +61,7 @@ class BatchSequence:
   """
 
   sources: Sequence[tuple[Segments, BatchObjective]]
-  mixture: RateMixture | ProportionalMixture
+  mixture: RateMixture | Sequence[tuple[int, int]]
   lengths: Mapping[str, int]
   batch_size: int
   rows: range
@@ -110,7 +110,7 @@ class BatchSequence:
     """Returns the features of these examples, which are computed for each source at once."""
     keys_B = random_keys(self.seed, np.array(numbers))
     rows_of = defaultdict[int, list[tuple[int, int]]](list)
-    for row, (source, index) in enumerate(map(self.mixture.locate, numbers)):
+    for row, (source, index) in enumerate(map(self.mixture.__getitem__, numbers)):
       rows_of[source].append((row, index))
     shapes = {name: (len(numbers), length) for name, length in self.lengths.items()}
     features = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
@@ -265,7 +265,7 @@ class RateMixture:
   def __len__(self) -> int:
     return sys.maxsize
 
-  def locate(self, number: int) -> tuple[int, int]:
+  def __getitem__(self, number: int) -> tuple[int, int]:
     """Returns the source of example `number`, and the example's index in that source."""
     if len(self.shares) == 1:
       return 0, number
@@ -279,32 +279,21 @@ class RateMixture:
     return number * self.shares[source] / _WINDOW
 
 
-class ProportionalMixture:
-  """Draws each example of several sources once, for evaluation.
+def proportional_mixture(counts: Sequence[int], limit: int) -> list[tuple[int, int]]:
+  """Returns the source and the index of each example of several sources once, for evaluation.
 
   The sources are mixed evenly, and the examples of each source are in order.
+
+  Args:
+    counts: each source's number of examples.
+    limit: the largest number of examples.
   """
-
-  def __init__(self, counts: Sequence[int], limit: int):
-    """Builds a mixture.
-
-    Args:
-      counts: each source's number of examples.
-      limit: the largest number of examples to draw.
-    """
-    total = min(limit, sum(counts))
-    # Among the first `total` examples no source exceeds its proportion by more than one.
-    parts = [min(count, total * count // sum(counts) + 1) for count in counts]
-    sources, ranks = _sources_and_ranks(parts)
-    order = np.lexsort((sources, (ranks + 0.5) / np.asarray(counts)[sources]))[:total]
-    self._sources, self._ranks = sources[order], ranks[order]
-
-  def __len__(self) -> int:
-    return len(self._ranks)
-
-  def locate(self, number: int) -> tuple[int, int]:
-    """Returns the source of example `number`, and the example's index in that source."""
-    return int(self._sources[number]), int(self._ranks[number])
+  total = min(limit, sum(counts))
+  # Among the first `total` examples no source exceeds its proportion by more than one.
+  parts = [min(count, total * count // sum(counts) + 1) for count in counts]
+  sources, ranks = _sources_and_ranks(parts)
+  order = np.lexsort((sources, (ranks + 0.5) / np.asarray(counts)[sources]))[:total]
+  return list(zip(sources[order].tolist(), ranks[order].tolist(), strict=True))
 
 
 def _sources_and_ranks(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -149,17 +149,14 @@ class _SplitWriter:
   """Writes the records of a split into a scratch file, which is renamed when it is complete."""
 
   def __init__(self, path: pathlib.Path):
+    from array_record.python import array_record_module
+
     self.documents = 0
     self._path, self._scratch = path, files.unfinished_path(path)
     self._ends = [0]
     self._digest = hashlib.sha256()
-
-  @functools.cached_property
-  def _writer(self) -> Any:
-    from array_record.python import array_record_module
-
     options = "group_size:1,uncompressed"
-    return array_record_module.ArrayRecordWriter(str(self._scratch), options)
+    self._writer = array_record_module.ArrayRecordWriter(str(self._scratch), options)
 
   def add(self, tokens: np.ndarray) -> None:
     self.documents += bool(len(tokens))
@@ -171,10 +168,11 @@ class _SplitWriter:
 
   def finish(self) -> dict[str, Any] | None:
     """Renames the complete files and returns the split's entry of the manifest; None for an empty split."""
+    self._writer.close()
     if not self.documents:
+      self._scratch.unlink()
       self._path.unlink(missing_ok=True)
       return None
-    self._writer.close()
     index = io.BytesIO()
     np.save(index, np.array(self._ends, np.uint64))
     files.write_atomically(self._path.with_suffix(".ends.npy"), index.getvalue())

@@ -175,7 +175,7 @@ class PreparedTask:
     cfg = dataclasses.replace(cfg, shuffle=False)
     batches = self.batch_sequence(cfg, shard, shards, cfg.seed or 0)
     counts = [segments.count for segments, _ in batches.sources]
-    mixture = prepared_batches.ProportionalMixture(counts, steps * cfg.batch_size)
+    mixture = prepared_batches.proportional_mixture(counts, steps * cfg.batch_size)
     return dataclasses.replace(batches, mixture=mixture)
 
   def describe(self, cfg: DatasetConfig, steps: int | None) -> list[str]:

@@ -204,16 +204,14 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
   """Returns pairs of literal text and the column that follows it, or None at the end."""
   if "{" not in template and "}" not in template:
     return [("", template)]
+  problem = "braces contain only the name of a column, such as {text}"
   try:
     parsed = list(string.Formatter().parse(template))
   except ValueError as error:
-    raise ValueError(f'{feature} = "{template}" is not a valid template: {error}') from error
+    parsed, problem = [], str(error)
   has_format = any(specification or conversion for _, _, specification, conversion in parsed)
   if has_format or not any(column for _, column, _, _ in parsed):
-    raise ValueError(
-      f'{feature} = "{template}" is not a valid template: braces contain only the name of a column, such '
-      "as {text}"
-    )
+    raise ValueError(f'{feature} = "{template}" is not a valid template: {problem}')
   return [(text, column) for text, column, _, _ in parsed]
 
 

@@ -129,7 +129,7 @@ def test_ul2_batches_are_the_same_on_any_number_of_hosts_and_evenly_mixed(
     whole, parts = next(alone), [next(feed) for feed in feeds]
     for name, value in whole.items():
       np.testing.assert_array_equal(value, np.concatenate([part[name] for part in parts]))
-  locations = [alone.batches.mixture.locate(number)[0] for number in range(1000)]
+  locations = [alone.batches.mixture[number][0] for number in range(1000)]
   of_folders = np.bincount(locations).reshape(2, 7)
   assert np.ptp(of_folders, axis=1).max() <= 1
   small, large = (stream.stream.size for stream, _ in alone.batches.sources[::7])
@@ -289,12 +289,12 @@ def test_evaluation_of_several_folders_has_each_segment_once_and_mixes_the_folde
   evaluation = get_training_eval_datasets(cfg, 0, 1, 1000, None)["prepared"]
   counts = [segments.count for segments, _ in evaluation.sources]
   assert counts[1] > 2 * counts[0]
-  locations = [evaluation.mixture.locate(number) for number in range(len(evaluation.mixture))]
+  locations = evaluation.mixture
   assert sorted(locations) == [(s, rank) for s in range(2) for rank in range(counts[s])]
   first = [source for source, _ in locations[: len(locations) // 2]]
   assert np.bincount(first) == pytest.approx(np.array(counts) / 2, abs=1)
   few = get_training_eval_datasets(cfg, 0, 1, 2, None)["prepared"]
-  assert [few.mixture.locate(number) for number in range(8)] == locations[:8]
+  assert few.mixture[:8] == locations[:8]
 
 
 def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
@@ -353,7 +353,7 @@ def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
 
 def test_rates_hold_in_every_thousand_examples() -> None:
   mixture = RateMixture([1, 3], seed=0)
-  locations = [mixture.locate(number) for number in range(2000)]
+  locations = [mixture[number] for number in range(2000)]
   for window in (locations[:1000], locations[1000:]):
     assert sum(source == 0 for source, _ in window) == 250
   for source in (0, 1):
