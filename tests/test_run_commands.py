@@ -172,7 +172,11 @@ def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
     ("eval --model_dir RUN --trust --split ../..", 2, "the split must be a name, got '../..'"),
     ("eval --model_dir RUN --trust --task nothing", 1, "nothing"),
     ("eval --model_dir RUN", 2, "the module 'tiny_tasks' is not imported"),
-    ("eval --model_dir RUN/checkpoint_5", 1, "There is no folder RUN/checkpoint_5: give"),
+    (
+      "eval --model_dir RUN/checkpoint_5",
+      1,
+      "There is no folder RUN/checkpoint_5 (did you mean 'checkpoint_",
+    ),
     ("eval --model_dir nowhere", 1, "There is no folder nowhere: give"),
   ],
 )

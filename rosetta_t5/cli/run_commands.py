@@ -129,7 +129,7 @@ def _eval(options: argparse.Namespace) -> int:
     lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
     changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
     cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, pack=False, **changes)
-  output_dir = options.output_dir or str(_locate(restore_cfg)[0] / "eval" / folder)
+  output_dir = options.output_dir or _results_folder(restore_cfg, "eval", folder)
   if data.has_metrics(cfg):
     eval.evaluate(
       model=run["model"],
@@ -173,10 +173,6 @@ def _infer(options: argparse.Namespace) -> int:
   cfg = _dataset_cfg(run, options, _DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
   text_commands.apply_decoding_options(options, run["model"])
-  output_dir = options.output_dir
-  if output_dir is None:
-    model_dir, checkpoint = _locate(restore_cfg)
-    output_dir = str(model_dir / "infer" / cfg.split / checkpoint)
   terminal.tolerate_lost_output()
   infer(
     mode=options.mode or "predict",
@@ -184,7 +180,7 @@ def _infer(options: argparse.Namespace) -> int:
     dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
     restore_checkpoint_cfg=restore_cfg,
     partitioner=run["partitioner"],
-    output_dir=output_dir,
+    output_dir=options.output_dir or _results_folder(restore_cfg, "infer", cfg.split),
     checkpoint_period=100,
     summarize_config_fn=lambda **_: None,
   )
@@ -288,16 +284,18 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> N
     raise ConfigError(f"{given[0]} needs {needed}")
 
 
-def _locate(restore_cfg: Any) -> tuple[pathlib.Path, str]:
-  """Returns the MODEL_DIR of a checkpoint, and the checkpoint's name in it."""
+def _results_folder(restore_cfg: Any, verb: str, data: str) -> str:
+  """Returns the folder in MODEL_DIR for a checkpoint's results; evaluations of all checkpoints share one."""
   from rosetta_t5.checkpoints import is_hugging_face, latest_step
 
   path = pathlib.Path(restore_cfg.path)
   if is_hugging_face(path):
     raise ConfigError(f"results are not written into {path}: give --output_dir")
-  if restore_cfg.mode == "specific":
-    return path.parent, path.name
-  return path, f"checkpoint_{latest_step(path)}"
+  is_checkpoint = restore_cfg.mode == "specific"
+  folder = (path.parent if is_checkpoint else path) / verb / data
+  if verb == "infer":
+    folder /= path.name if is_checkpoint else f"checkpoint_{latest_step(path)}"
+  return str(folder)
 
 
 def _dataset_cfg(run: Mapping[str, Any], options: argparse.Namespace, names: Sequence[str]) -> Any:

@@ -109,7 +109,7 @@ class ResolvedRun:
     function_name: the name of the function that would be called; "" if there is none.
     program: the gin files and the bindings of the command line.
     problems: all that is wrong. Later checks add to it.
-    unused: the bindings that nothing reads.
+    unused: the bindings of the user's own files and flags that nothing reads.
     unchecked: what could not be checked. Other checks add to it.
     devices: the number of devices that the run will have, if the command line specifies it.
     arguments: the arguments of the run that could be built.
@@ -120,7 +120,7 @@ class ResolvedRun:
   function_name: str
   program: Program
   problems: Problems
-  unused: list[Binding]
+  unused: list[Binding] = dataclasses.field(default_factory=list)
   unchecked: list[str] = dataclasses.field(default_factory=list)
   devices: int | None = None
   arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -183,23 +183,17 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
     function_name=function.__name__ if function else "",
     program=program,
     problems=problems,
-    unused=_unused(program, function) if function and not problems.messages else [],
     devices=command.devices,
   )
+  if function and not problems.messages:
+    unused = binding_checks.unused_bindings(program, function)
+    # A recipe also binds what another recipe replaces, such as the arguments of its optimizer.
+    resolved.unused = [binding for binding in unused if not is_recipe(binding.source.file)]
   if all(binding.source.file == COMMAND_LINE for binding in program.all_bindings()):
     resolved.require_run()  # Files with bindings may be a part of a run, such as an optimizer.
   if not binding_problems.messages:
     _build(resolved, function)
   return resolved
-
-
-def _unused(program: Program, function: Callable[..., Any]) -> list[Binding]:
-  """Returns the bindings of the user's own files and flags that nothing reads.
-
-  A recipe also binds what another recipe replaces, such as the arguments of its optimizer.
-  """
-  unused = binding_checks.unused_bindings(program, function)
-  return [binding for binding in unused if not is_recipe(binding.source.file)]
 
 
 def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
