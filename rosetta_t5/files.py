@@ -5,8 +5,6 @@ Checkpoints, prepared data, exports, Hugging Face folders that `convert` writes,
 model.json have one. A folder without it, such as one of another program, is read as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Opens a model: that of a training run, a Hugging Face folder, or a model on its hub."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Checkpoints on disk: their names `checkpoint_STEP`, their layouts, arrays and run facts, and damage to them."""
 
-from __future__ import annotations
-
 import enum
 import errno
 import logging
@@ -40,14 +38,14 @@ _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
 # What the readers raise for missing and damaged files. RuntimeError is not one of them: a device that
 # runs out of memory is not damage.
-DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError)
+DAMAGE_ERRORS = (OSError, ValueError, KeyError, TypeError, IndexError, MemoryError)
 # TensorStore states the operating system's error in its messages.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _REMOTE_ERRORS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 # These mean that a file of the checkpoint is missing. Others are about the machine.
 _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # The name under which every layout with a train state has the step.
-_STEP = "state/step"
+STEP = "state/step"
 
 _log = logging.getLogger(__name__)
 
@@ -62,8 +60,8 @@ class CheckpointTypes(enum.Enum):
 
 
 _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
-  CheckpointTypes.ORBAX: t5x_layouts.read_orbax,
-  CheckpointTypes.T5X: t5x_layouts.read_older,
+  CheckpointTypes.ORBAX: t5x_layouts.read_arrays,
+  CheckpointTypes.T5X: t5x_layouts.read_arrays,
   CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
   CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
 }
@@ -268,7 +266,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
 
 def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:
   """Returns the step that a checkpoint contains, or None."""
-  return int(arrays[_STEP].get()) if _STEP in arrays else None
+  return int(arrays[STEP].get()) if STEP in arrays else None
 
 
 def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
@@ -313,14 +311,15 @@ def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:
   """Returns the error for a checkpoint that cannot be read: for damage, an UnreadableCheckpointError.
 
   The error names the reason and, for damage, the older checkpoints. Missing permission, a limit on open
-  files, or a failing disk or network is not damage.
+  files, a failing disk or network, or too little memory is not damage.
   """
   folder = epath.Path(path)
   reason = textwrap.shorten(str(error), 300, placeholder=" ...") or type(error).__name__
   found = _OS_ERROR.search(str(error))
   number = int(found[1]) if found else getattr(error, "errno", None)
   is_remote = number is None and str(error).startswith(_REMOTE_ERRORS)
-  if is_remote or number not in (None, *_MISSING_FILE_ERRNOS):
+  is_on_disk = number in (None, *_MISSING_FILE_ERRNOS) and not isinstance(error, MemoryError)
+  if is_remote or not is_on_disk:
     return ValueError(
       f"checkpoint {folder} cannot be opened on this machine: {reason}. This does not mean that it is "
       "damaged. Start again once the machine can read it"

@@ -1,7 +1,5 @@
 """`rosetta-t5 ckpt ls|show|diff|verify PATH`: inspects and verifies checkpoints of any layout."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import pathlib

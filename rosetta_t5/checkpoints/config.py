@@ -1,7 +1,5 @@
 """The configuration of checkpoints, when to save and what to restore (T5X's fields), and its manager."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
@@ -225,16 +223,12 @@ def create_orbax_checkpoint_manager(
   manager.strict, manager.restores_dataset = load.strict, load.restore_dataset
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
-  manager.user_restore = _user_restore(load, {**state, "dataset_iterator": ds_iter})
+  state["dataset_iterator"] = ds_iter if load.restore_dataset else None
+  restorer: Any = load.checkpointer_cls and load.checkpointer_cls(
+    **state, checkpoints_dir="", restore_dtype=load.dtype
+  )
+  manager.user_restore = _overridden(restorer, "restore")
   return manager
-
-
-def _user_restore(cfg: RestoreCheckpointConfig, state: dict[str, Any]) -> Any:
-  """Returns the `restore` of a user's checkpointer; None if there is none, or it is T5X's."""
-  if not cfg.restore_dataset:
-    state["dataset_iterator"] = None
-  make: Any = cfg.checkpointer_cls or (lambda **_: None)
-  return _overridden(make(**state, checkpoints_dir="", restore_dtype=cfg.dtype), "restore")
 
 
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:

@@ -1,7 +1,5 @@
 """The checkpoint manager, which saves and restores the checkpoints of a run in T5X's Orbax layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

@@ -1,8 +1,7 @@
 """Restores a checkpoint of any layout: renames its arrays, compares them with a train state's, and puts them on the devices."""
 
-from __future__ import annotations
-
 import collections
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -207,11 +206,14 @@ def _find_restorable(
       f"checkpoint {path} was written with a different OPTIMIZER, or with layers stacked differently: "
       f"its optimizer state is not used, and this run's is initialized\n{_table(mismatches)}"
     )
-    return {name for name in expected if not _is_optimizer_state(name)}
+    return set(itertools.filterfalse(_is_optimizer_state, expected))
   allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
-  initialized = _initialized_prefixes(has_state, allow_missing)
-  differing = (m for m in mismatches if not m.name.startswith(initialized))
-  if refused := [m for m in differing if not allowed.get(m.problem)]:
+  # The beginnings of the names that are initialized wherever the checkpoint differs.
+  prefixes = {_OPTIMIZER_STATE: allow_missing or not has_state, "state/step": not has_state}
+  initialized = (*_FP8_COLLECTIONS, *filter(prefixes.get, prefixes))
+  if refused := [
+    m for m in mismatches if not (allowed.get(m.problem) or m.name.startswith(initialized))
+  ]:
     raise mismatch_error(path, refused)
   if omitted - {"state/step"}:  # A Hugging Face folder has no step, and inference needs none.
     _log.warning(
@@ -220,14 +222,7 @@ def _find_restorable(
     )
   # A parameter's optimizer state is restored as a whole or not at all.
   incomplete = {name.rpartition("/")[0] for name in filter(_is_optimizer_state, omitted)}
-  return {n for n in expected if n not in omitted and n.rpartition("/")[0] not in incomplete}
-
-
-def _initialized_prefixes(has_state: bool, allow_missing: bool) -> tuple[str, ...]:
-  """Returns the beginnings of the names that are initialized wherever the checkpoint differs."""
-  if not has_state:
-    return (*_FP8_COLLECTIONS, _OPTIMIZER_STATE, "state/step")
-  return (*_FP8_COLLECTIONS, _OPTIMIZER_STATE) if allow_missing else _FP8_COLLECTIONS
+  return {n for n in expected.keys() - omitted if n.rpartition("/")[0] not in incomplete}
 
 
 def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMismatchError:
@@ -286,19 +281,16 @@ def _transfer_to_devices(
   total = sum(array.nbytes for array in arrays.values())
   with terminal.progress_bar("restoring", total / 1e9, "GB") as bar:
 
-    def finish_first() -> None:
-      name, finish = pending.popleft()
-      transferred[name] = finish()
-      bar.advance(arrays[name].nbytes / 1e9)
+    def finish_first(limit: int) -> None:
+      while pending and sum(arrays[name].nbytes for name, _ in pending) > limit:
+        name, finish = pending.popleft()
+        transferred[name] = finish()
+        bar.advance(arrays[name].nbytes / 1e9)
 
     for name, array in arrays.items():
-      while (
-        pending and sum(arrays[n].nbytes for n, _ in pending) + array.nbytes > _MAX_CONCURRENT_BYTES
-      ):
-        finish_first()
+      finish_first(_MAX_CONCURRENT_BYTES - array.nbytes)
       pending.append((name, lazy_arrays.start_device_transfer(array, shardings[name])))
-    while pending:
-      finish_first()
+    finish_first(-1)
   return transferred
 
 

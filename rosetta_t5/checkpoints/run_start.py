@@ -1,7 +1,5 @@
 """How a run begins: it locks MODEL_DIR, finds its checkpoint, compares the model with it, and restores the state."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -107,11 +105,10 @@ def find_start_checkpoint(
   own = config.RestoreCheckpointConfig(
     path=os.fspath(model_dir), mode="latest", dtype=save.dtype, restore_dataset=save.save_dataset
   )
-  cfg, paths = config.get_first_valid_restore_config_and_paths([own])
-  if not paths and given is not None and given.paths():
-    cfg, paths = config.get_first_valid_restore_config_and_paths([given])
-    if not given.fallback_to_scratch:
-      config.find_checkpoints([given])
+  candidates = [own, given] if given is not None and given.paths() else [own]
+  cfg, paths = config.get_first_valid_restore_config_and_paths(candidates)
+  if cfg is not own and candidates[-1] is given and not given.fallback_to_scratch:
+    config.find_checkpoints([given])
   if not paths:
     return None, None
   if len(paths) > 1:
@@ -289,13 +286,11 @@ def create_checkpoint_manager_and_restore(
     ds_iter=ds_iter,
     model_dir=model_dir,
   )
-  cfg = restore_checkpoint_cfg
+  cfg, init = restore_checkpoint_cfg, train_state_initializer.from_scratch
   if restore_path is None or cfg is None:
     return None, manager
-  init = train_state_initializer.from_scratch
   fallback_state = initializers.get_fallback_state(cfg, init, fallback_init_rng)
-  state = _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir)
-  return state, manager
+  return _restore_latest_undamaged(manager, restore_path, cfg, fallback_state, model_dir), manager
 
 
 def _restore_latest_undamaged(

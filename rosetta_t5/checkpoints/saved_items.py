@@ -1,7 +1,5 @@
 """What is saved and kept: the train state, the position in the training data, and which checkpoints are kept."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -182,12 +180,12 @@ class DatasetCheckpointHandler(ocp.CheckpointHandler):
     self._filename = checkpoint_filename
     self._should_write = should_write_dataset_ckpt
 
-  def save(self, directory: epath.Path, args: DatasetArgs) -> None:
+  def save(self, directory: epath.Path, args: "DatasetArgs") -> None:
     """Writes the position of `args.item` immediately, before the iterator advances."""
     if self._should_write:
       args.item.save(os.fspath(epath.Path(directory) / self._filename))
 
-  def restore(self, directory: epath.Path, args: DatasetArgs) -> Any:
+  def restore(self, directory: epath.Path, args: "DatasetArgs") -> Any:
     """Moves `args.item` to the stored position and returns it.
 
     Raises:

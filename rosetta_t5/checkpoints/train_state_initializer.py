@@ -1,13 +1,9 @@
 """The initializer of train states, which computes them leaf by leaf on the devices or restores them."""
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.core import freeze
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
@@ -52,8 +48,10 @@ def compile_leafwise(
   compiled: dict[Any, Callable[..., jax.Array]] = {}
   for kind, (sliced, _) in zip(kinds, slices, strict=True):
     if kind not in compiled:
-      function = functools.partial(_evaluate, jaxpr_as_fun(ClosedJaxpr(sliced, traced.consts)))
-      compiled[kind] = partitioner.partition(function, None, kind[1])
+      function = jaxpr_as_fun(ClosedJaxpr(sliced, traced.consts))
+      compiled[kind] = partitioner.partition(
+        lambda key, folded, function=function: function(key, *folded)[0], None, kind[1]
+      )
 
   def run(key: jax.Array) -> PyTree:
     leaves = [compiled[kind](key, folded) for kind, (_, folded) in zip(kinds, slices, strict=True)]
@@ -92,12 +90,6 @@ def _slice_for_output(
   debug_info = program.debug_info.with_unknown_names()
   sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
   return sliced, tuple(folded)
-
-
-def _evaluate(
-  function: Callable[..., list[Any]], key: jax.Array, folded: tuple[Any, ...]
-) -> jax.Array:
-  return jnp.asarray(function(key, *folded)[0])
 
 
 class TrainStateInitializer:

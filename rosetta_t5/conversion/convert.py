@@ -1,7 +1,5 @@
 """Converts a checkpoint to another layout, array by array, and verifies that the model is the same."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -15,20 +13,19 @@ from etils import epath
 
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints import checkpoint_folders
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
-from rosetta_t5.checkpoints.checkpoint_folders import read_arrays, stored_step, verify_files
+from rosetta_t5.checkpoints.checkpoint_folders import STEP, read_arrays, stored_step, verify_files
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.files import complete_folder, files_in, write_checksums
 
 LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
 
-Arrays = dict[str, StoredArray]
-_STEP = "state/step"
 _CARD = "README.md"
 
 
@@ -118,7 +115,7 @@ def convert(
         report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
       write = t5x_layouts.write_older if to == "t5x-legacy" else t5x_layouts.write_orbax
-      write(unfinished, {_STEP: as_stored_array(np.int32(0)), **arrays})
+      write(unfinished, {STEP: as_stored_array(np.int32(0)), **arrays})
       if hf_config:  # A conversion back to Transformers needs it.
         text = json.dumps(hf_config, indent=2, sort_keys=True)
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
@@ -137,19 +134,18 @@ def _select_arrays(
 ) -> Arrays:
   """Returns the arrays to write, with the dtype and in the tree in which they are written."""
   if encoder_only:
-    kept = ("target/encoder/", EMBEDDING, _STEP)
+    kept = ("target/encoder/", EMBEDDING, STEP)
     arrays = {name: array for name, array in arrays.items() if name.startswith(kept)}
   if dtype is not None:
     params = {name: array for name, array in arrays.items() if name.startswith("target/")}
-    arrays |= {
-      n: x.astype(dtype) for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)
-    }
+    floats = {n: x for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    arrays = {**arrays, **{name: array.astype(dtype) for name, array in floats.items()}}
   if to == "hf":
     return to_plain_tree(arrays)
   if tree is None:
     return arrays
   plain = to_plain_tree(arrays)
-  step = {_STEP: arrays[_STEP]} if _STEP in arrays else {}
+  step = {STEP: arrays[STEP]} if STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
 
 

@@ -1,7 +1,5 @@
 """The settings of a checkpoint's model that its weights do not show, read from the config beside it."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ nothing else. Without it, this project's network computes the logits of both che
 too large for that, its arrays are compared one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util

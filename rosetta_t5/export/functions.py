@@ -1,7 +1,5 @@
 """The functions of an exported model: from texts to features, to results, and back to texts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Exports a checkpoint as a SavedModel from text to text, and as StableHLO."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -92,13 +90,7 @@ def save(
   """
   del trailing_shapes
   folder = _select_folder(output_dir)
-  if (mixture_or_task_name is None) == (output_features is None):
-    raise ValueError(
-      "export_lib.save needs output_features or mixture_or_task_name, and not both: set the other to None"
-    )
-  features: Any = output_features
-  if features is None:
-    features = seqio.get_mixture_or_task(mixture_or_task_name).output_features
+  features = _select_features(output_features, mixture_or_task_name)
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
   vocabulary = features[output_vocab_feature_name].vocabulary if output_vocab_feature_name else None
   preprocess, signature = create_preprocessor_fn(
@@ -119,19 +111,9 @@ def save(
     native_lowering=native_lowering,
   )
   function = make_function(enable_jax2tf=False)
-  checkpoints.check_model(model, data.vocabulary_digests(model), restore_checkpoint_cfg)
-  state, _ = checkpoints.restore_for_inference(
-    model, restore_checkpoint_cfg, partitioner, task_feature_lengths
-  )
-  # safetensors requires arrays in C's order.
-  params = jax.tree.map(functools.partial(np.asarray, order="C"), unfreeze(state.params))
+  params = _read_params(model, restore_checkpoint_cfg, partitioner, task_feature_lengths)
+  shapes = _feature_shapes(model, task_feature_lengths, batch_size)
   with complete_folder(folder) as unfinished:
-    converter = model.FEATURE_CONVERTER_CLS(pack=False)
-    rows: Any = batch_size or jax.export.symbolic_shape("b")[0]
-    shapes = {
-      name: jax.ShapeDtypeStruct((rows, length), jnp.int32)
-      for name, length in converter.get_model_feature_lengths(task_feature_lengths).items()
-    }
     functions.write_stablehlo(unfinished / _STABLEHLO, function, params, shapes)
     decode = not tokenized_inputs if decode_outputs is None else decode_outputs
     module = (exportable_module_cls or ExportableModule)(
@@ -156,11 +138,8 @@ def save(
         input_tensor_name=signature[0].name,
       )
     if validation_examples:
-      tokens = preprocess(tf.constant(validation_examples))
-      batch = {name: np.asarray(value) for name, value in tokens.items()}
-      _validate(
-        functions.load_stablehlo(unfinished / _STABLEHLO)(batch), jax.jit(function)(params, batch)
-      )
+      features = preprocess(tf.constant(validation_examples))
+      _validate(unfinished / _STABLEHLO, functools.partial(function, params), features)
   terminal.print_line(f"exported  {folder} (SavedModel), {folder / _STABLEHLO} (StableHLO)")
 
 
@@ -358,7 +337,35 @@ def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
   return folder
 
 
-def _validate(outputs: Sequence[jax.Array], expected: Sequence[jax.Array]) -> None:
-  for got, want in zip(outputs, expected, strict=True):
+def _select_features(output_features: Any, mixture_or_task_name: str | None) -> Any:
+  if (mixture_or_task_name is None) == (output_features is None):
+    raise ValueError(
+      "export_lib.save needs output_features or mixture_or_task_name, and not both: set the other to None"
+    )
+  return output_features or seqio.get_mixture_or_task(mixture_or_task_name).output_features
+
+
+def _read_params(
+  model: Any, cfg: checkpoints.RestoreCheckpointConfig, partitioner: Any, lengths: Mapping[str, int]
+) -> Any:
+  checkpoints.check_model(model, data.vocabulary_digests(model), cfg)
+  state, _ = checkpoints.restore_for_inference(model, cfg, partitioner, lengths)
+  # safetensors requires arrays in C's order.
+  return jax.tree.map(functools.partial(np.asarray, order="C"), unfreeze(state.params))
+
+
+def _feature_shapes(model: Any, lengths: Mapping[str, int], batch_size: int | None) -> Any:
+  converter = model.FEATURE_CONVERTER_CLS(pack=False)
+  rows: Any = batch_size or jax.export.symbolic_shape("b")[0]
+  return {
+    name: jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    for name, length in converter.get_model_feature_lengths(lengths).items()
+  }
+
+
+def _validate(folder: epath.Path, function: Callable[[Any], Any], features: Any) -> None:
+  batch = jax.tree.map(np.asarray, dict(features))
+  outputs = functions.load_stablehlo(folder)(batch)
+  for got, want in zip(outputs, jax.jit(function)(batch), strict=True):
     if not np.allclose(got.astype(np.float32), want.astype(np.float32), atol=1e-3, rtol=1e-3):
       raise ValueError("the outputs of the exported model differ from the original's")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.checkpoints.arrays.lazy_arrays import LazyArray
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from t5x.checkpoints import (
   Checkpointer,
@@ -126,3 +129,19 @@ def test_save_best_checkpointer_keeps_the_best_and_the_latest(setup, tmp_path, w
   for step in (1, 2, 3, 4):
     saver.save(setup.state(step=step))
   assert saver.all_steps() == [2, 4]
+
+
+def test_an_absurd_shape_of_the_step_names_the_checkpoint(tmp_path):
+  folder = tmp_path / "checkpoint_3"
+  step = {"driver": "zarr", "kvstore": {"driver": "file", "path": "step/"}, "metadata": {}}
+  folder.mkdir()
+  content = {"version": 3, "optimizer": {"state": {"step": step}}}
+  (folder / "checkpoint").write_bytes(serialization.msgpack_serialize(content))
+  shape = {"shape": [1 << 50], "chunks": [1], "dtype": "<i4", "compressor": None, "order": "C"}
+  (folder / "step").mkdir()
+  metadata = {**shape, "filters": None, "fill_value": 0, "zarr_format": 2}
+  (folder / "step/.zarray").write_text(json.dumps(metadata))
+  with pytest.raises(
+    ValueError, match=r"checkpoint_3 cannot be opened on this machine: .*allocate"
+  ):
+    read_arrays(folder)

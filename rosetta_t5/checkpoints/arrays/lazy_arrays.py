@@ -1,12 +1,10 @@
 """Arrays that stay on disk until they are read, in full or in part."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +45,7 @@ class LazyArray:
     self.nbytes = self.size * self.dtype.itemsize
     self._get_fn = get_fn
 
-  def astype(self, dtype: Any) -> LazyArray:
+  def astype(self, dtype: Any) -> Self:
     """Returns the same array, which is converted to `dtype` when it is read."""
     return type(self)(self.shape, dtype, self._get_fn)
 
@@ -85,9 +83,9 @@ class StoredArray(LazyArray):
     self._read_fn = read_fn
     self.sliceable = sliceable
 
-  def astype(self, dtype: Any) -> StoredArray:
+  def astype(self, dtype: Any) -> Self:
     """Returns the same array, which is converted to `dtype` when it is read."""
-    return StoredArray(self.shape, dtype, self._read_fn, self.sliceable)
+    return type(self)(self.shape, dtype, self._read_fn, self.sliceable)
 
   def read(self, index: Index) -> np.ndarray:
     """Reads the part at `index`, which has one slice per axis. Slices may exceed the shape."""
@@ -122,22 +120,18 @@ def transpose(array: StoredArray) -> StoredArray:
   )
 
 
+def elementwise(function: Callable[..., np.ndarray], *arrays: StoredArray) -> StoredArray:
+  """Returns a function of arrays of one shape, computed for the parts that are read, in the first one's dtype."""
+  shape, dtype = arrays[0].shape, arrays[0].dtype
+  is_sliceable = all(array.sliceable for array in arrays)
+  return StoredArray(
+    shape, dtype, lambda index: function(*(x.read(index) for x in arrays)), is_sliceable
+  )
+
+
 def scale(array: StoredArray, factor: float) -> StoredArray:
   """Returns the array times `factor`, computed in float64 and rounded once to the array's dtype."""
-
-  def read(index: Index) -> np.ndarray:
-    return (array.read(index).astype(np.float64) * factor).astype(array.dtype)
-
-  return StoredArray(array.shape, array.dtype, read, array.sliceable)
-
-
-def extrapolate(y: StoredArray, z: StoredArray, b1: float) -> StoredArray:
-  """Returns (y − (1 − b1)·z) / b1."""
-
-  def read(index: Index) -> np.ndarray:
-    return (y.read(index) - (1 - b1) * z.read(index)) / b1
-
-  return StoredArray(y.shape, y.dtype, read, y.sliceable and z.sliceable)
+  return elementwise(lambda x: x.astype(np.float64) * factor, array)
 
 
 def reshape(array: StoredArray, shape: Sequence[int]) -> StoredArray:
@@ -204,13 +198,13 @@ def slice_axis(array: StoredArray, axis: int, start: int, stop: int) -> StoredAr
 
 def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
   """Returns the part of an array at one position of an axis, without that axis."""
-  shape = array.shape[:axis] + array.shape[axis + 1 :]
-
-  def read(index: Index) -> np.ndarray:
-    part = array.read((*index[:axis], slice(position, position + 1), *index[axis:]))
-    return part.squeeze(axis)
-
-  return StoredArray(shape, array.dtype, read, array.sliceable)
+  shape, at = array.shape[:axis] + array.shape[axis + 1 :], slice(position, position + 1)
+  return StoredArray(
+    shape,
+    array.dtype,
+    lambda index: array.read((*index[:axis], at, *index[axis:])).squeeze(axis),
+    array.sliceable,
+  )
 
 
 def start_device_transfer(
@@ -221,24 +215,17 @@ def start_device_transfer(
   A shard that several devices hold is read once.
   """
   indices: Any = sharding.addressable_devices_indices_map(array.shape).values()
-  shards = {_key(index): index for index in indices}
   submit = array.executor.submit
   whole = None if array.sliceable else submit(array.get)
-  pending = {key: submit(array.read, index) for key, index in shards.items() if whole is None}
 
-  def finish() -> jax.Array:
-    read = {
-      k: pending[k].result() if whole is None else whole.result()[i] for k, i in shards.items()
-    }
+  def read(index: Index) -> np.ndarray:
+    part = array.read(index) if whole is None else whole.result()[index]
     # Devices may keep using the memory, so each part is a contiguous array of its own.
-    parts = {key: np.ascontiguousarray(part).reshape(part.shape) for key, part in read.items()}
-    return jax.make_array_from_callback(
-      array.shape, sharding, lambda index: parts[_key(index)], dtype=array.dtype
-    )
+    return np.ascontiguousarray(part).reshape(part.shape)
 
-  return finish
-
-
-def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
-  """Returns a hashable key; Python's slices are not hashable before version 3.12."""
-  return tuple((part.start, part.stop) for part in index)
+  # Python's slices are not hashable before version 3.12.
+  shards = {str(index): index for index in indices}
+  pending = {key: submit(read, index) for key, index in shards.items()}
+  return lambda: jax.make_array_from_callback(
+    array.shape, sharding, lambda index: pending[str(index)].result(), dtype=array.dtype
+  )

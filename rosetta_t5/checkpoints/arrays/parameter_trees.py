@@ -5,8 +5,6 @@ stack. The scalable T5 stacks its layers on axis 1 (`encoder/encoder/…`), has 
 heads, kv], and one bias per layer.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

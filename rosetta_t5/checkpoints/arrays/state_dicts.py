@@ -4,8 +4,6 @@ A checkpoint's arrays can be renamed (`apply_assignment_map`), repeated for expe
 another number of tokens (`resize_vocabulary`) or replaced by their averages (`with_averages`).
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -137,12 +135,12 @@ def apply_assignment_map(
         f"{source!r}{near_hint(source, stored)}. Correct the replacement, or set it to None and set "
         "fallback_to_scratch = True"
       )
-  removed = {*assigned.values(), *(name for name in sources if name not in assigned)}
-  kept = {name: leaf for name, leaf in stored.items() if name not in removed}
+  removed = {source or name for name, source in sources.items()}
   # A name of the model that no rule matches keeps its value, even if another name uses it as well.
-  unmatched = {name: stored[name] for name in names if name in stored and name not in sources}
+  unmatched = set(names) - sources.keys()
+  kept = {n: leaf for n, leaf in stored.items() if n in unmatched or n not in removed}
   moved = {name: stored[source] for name, source in assigned.items()}
-  return unflatten_state_dict({**kept, **unmatched, **moved})
+  return unflatten_state_dict({**kept, **moved})
 
 
 def _find_sources(
@@ -223,7 +221,8 @@ def with_averages(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
     b1 = float(arrays[f"{prefix}b1"].get())
     for name in [name for name in arrays if name.startswith(f"{prefix}z/")]:
       target = f"target/{name.removeprefix(f'{prefix}z/')}"
-      y, z = arrays[target], arrays[name]
-      averaged[target] = lazy_arrays.extrapolate(y, z, b1)
+      averaged[target] = lazy_arrays.elementwise(
+        lambda y, z, b1=b1: (y - (1 - b1) * z) / b1, arrays[target], arrays[name]
+      )
   averages = ((match[1], match[0]) for match in map(_AVERAGE.fullmatch, arrays) if match)
   return averaged | {f"target/{parameter}": arrays[name] for parameter, name in averages}

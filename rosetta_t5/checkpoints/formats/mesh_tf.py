@@ -1,7 +1,5 @@
 """Reads Mesh TensorFlow's T5 checkpoints under T5X's names (T5X's `checkpoint_importer`)."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -4,8 +4,6 @@ Runs save all arrays of a checkpoint at once. The functions that write here need
 conversions of models that do not fit into memory.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping
@@ -48,18 +46,17 @@ def state_path(path: epath.PathLike) -> epath.Path:
   return folder / STATE_ITEM if (folder / STATE_ITEM).is_dir() else folder
 
 
-def read_orbax(path: epath.PathLike) -> dict[str, StoredArray]:
-  """Returns {flat name: array} of the Orbax checkpoint at `path`; the values are read later.
+def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
+  """Returns {flat name: array} of a checkpoint in one of T5X's layouts; the values are read later.
 
   Args:
-    path: the checkpoint's folder, or the folder `state` in it.
+    path: the checkpoint's folder, the folder `state` in it, or the msgpack file of the older layout.
   """
   # Orbax itself would read the outer folder's metadata, which may name handlers of T5X.
   folder = state_path(path)
+  index = folder / _INDEX if folder.is_dir() else folder
   has_metadata = (folder / _METADATA).exists()
-  values: dict[str, StoredArray] = {}
-  if not has_metadata or (folder / _INDEX).exists():
-    values, specs = _read_index(folder / _INDEX)
+  values, specs = _read_index(index) if index.exists() or not has_metadata else ({}, {})
   return {**values, **_open_arrays(_read_metadata(folder) if has_metadata else specs)}
 
 
@@ -137,18 +134,6 @@ def write_orbax(folder: epath.PathLike, arrays: Mapping[str, StoredArray]) -> No
   ) as checkpointer:
     item = ocp.args.PyTreeSave(tree, save_args=tree_args)
     checkpointer.save(epath.Path(folder).absolute(), ocp.args.Composite(state=item))
-
-
-def read_older(path: epath.PathLike) -> dict[str, StoredArray]:
-  """Returns {flat name: array} of a checkpoint in T5X's older layout; the values are read later.
-
-  Args:
-    path: the checkpoint's folder, or the msgpack file in it.
-  """
-  given = epath.Path(path)
-  index = given / _INDEX if given.is_dir() else given
-  values, specs = _read_index(index)
-  return {**values, **_open_arrays(specs)}
 
 
 def write_older(folder: epath.PathLike, arrays: Mapping[str, Any]) -> None:

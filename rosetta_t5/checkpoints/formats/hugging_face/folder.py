@@ -3,8 +3,6 @@
 A model on Hugging Face's hub is a name such as google/flan-t5-small, which becomes a folder here.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Tables of Transformers' names: of weights, which a family lists row by row, and of activations."""
 
-from __future__ import annotations
-
 import collections
 import re
 from collections.abc import Iterable, Mapping, Sequence

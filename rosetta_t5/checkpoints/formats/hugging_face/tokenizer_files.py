@@ -5,8 +5,6 @@ GPTs do not read SentencePiece's .model files. A SentencePiece model is therefor
 tokenizer of the library `tokenizers`, which gives the same ids.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

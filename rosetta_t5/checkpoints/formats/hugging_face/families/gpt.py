@@ -6,8 +6,6 @@ a copy of the row of `<|endoftext|>`, the token that these models have seen befo
 0 keeps its ids: the config.json that we write for it contains `padding_is_token_0`.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 In a Switch Transformer, feed-forward blocks are called `mlp`, and each expert has weights of its own.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any
