@@ -136,7 +136,8 @@ class SpikeGuard(OptimizerDef):
 class MultiOptimizer(OptimizerDef):
   """Applies several optimizers, each to the parameters that its traversal visits (as in T5X).
 
-  Parameters that no traversal visits do not change and have no state. The state of an optimizer that
+  Parameters that no traversal visits do not change and have no state. K-FAC and Sophia, which compute the
+  loss of all parameters, cannot be one of the optimizers. The state of an optimizer that
   has one state per parameter, as Adafactor does, is stored by parameter as in T5X. That of others, such
   as optax's, is stored as `optimizer_0`, `optimizer_1`, … by the position of the pair.
 
@@ -189,8 +190,6 @@ class MultiOptimizer(OptimizerDef):
     for index, part_hyper_params in enumerate(hyper_params):
       part, part_states = self._part_of(index, params, state.param_states)
       part_grads = _select(grads, list(flatten_dict(part)))
-      if (loss := getattr(part_hyper_params, "loss", None)) is not None:
-        part_hyper_params = part_hyper_params.replace(loss=_loss_of_part(loss, params))
       part, part_state = self.sub_optimizers[index].apply_gradient(
         part_hyper_params, part, OptimizerState(state.step, part_states), part_grads
       )
@@ -242,16 +241,6 @@ class MultiOptimizer(OptimizerDef):
     part = _part(self.traversals[index], params)
     whole = param_states.get(f"optimizer_{index}")
     return part, _select(param_states, list(flatten_dict(part))) if whole is None else whole
-
-
-def _loss_of_part(loss: optimizer_def.StepLoss, params: PyTree) -> optimizer_def.StepLoss:
-  """Returns the loss as a function of some of the parameters."""
-
-  def of_first_microbatch(part: PyTree, variables: PyTree | None = None) -> jax.Array:
-    merged = unflatten_dict({**flatten_dict(params), **flatten_dict(part)})
-    return loss.of_first_microbatch(merged, variables)
-
-  return loss._replace(of_first_microbatch=of_first_microbatch)
 
 
 def _part(traversal: Traversal, tree: PyTree) -> PyTree:

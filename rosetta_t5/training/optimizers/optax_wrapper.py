@@ -195,14 +195,14 @@ def chain(
   """
 
   def make(learning_rate: Any, param_axes: PyTree) -> optax.GradientTransformation:
-    return optax.chain(*(_made(one, learning_rate, param_axes) for one in transformations))
+    return optax.chain(*(_make_entry(one, learning_rate, param_axes) for one in transformations))
 
   made = make(0.0, None)
   is_made = all(isinstance(one, optax.GradientTransformation) for one in transformations)
   return OptaxWrapper(made if is_made else make)
 
 
-def _made(one: Any, learning_rate: Any, param_axes: PyTree) -> optax.GradientTransformation:
+def _make_entry(one: Any, learning_rate: Any, param_axes: PyTree) -> optax.GradientTransformation:
   """Returns an entry of `chain.transformations`, which is called first if it is a function."""
   if not isinstance(one, (optax.GradientTransformation, OptimizerDef)):
     arguments = {"learning_rate": learning_rate, "param_axes": param_axes}
