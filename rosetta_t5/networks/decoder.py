@@ -22,7 +22,7 @@ from rosetta_t5.networks.layers.dense import feature_dropout
 from rosetta_t5.networks.layers.embedding import output_layer
 from rosetta_t5.networks.layers.layer_stack import call_layers, remat_layer
 from rosetta_t5.networks.layers.norms import make_norm
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import constrain
 
 
 def _projection_attributes(config: TransformerConfig) -> dict[str, Any]:
@@ -205,10 +205,10 @@ class Decoder(nn.Module):
       axes=("abspos_buckets", "embed"),
     )
     # A table that is split by `embed` is gathered first, like the token table (see `Embed`).
-    table_LD = with_sharding_constraint(table_LD, ("abspos_buckets", None))
+    table_LD = constrain(table_LD, ("abspos_buckets", None))
     # Examples that are full while others are still being decoded have positions beyond the table.
     vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(cfg.dtype)
-    return with_sharding_constraint(vectors_BTD, ("batch", "length", "embed"))
+    return constrain(vectors_BTD, ("batch", "length", "embed"))
 
   def _layers(self, y: jax.Array, masks: tuple[Any, Any], *call: Any) -> jax.Array:
     """Returns the activations after all layers.

@@ -14,12 +14,7 @@ from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import Segments
 from rosetta_t5.networks.layers.positions import make_boolean_mask
-from rosetta_t5.parallel.axis_rules import (
-  context_shards,
-  dividing_axes,
-  target_device,
-  with_sharding_constraint,
-)
+from rosetta_t5.parallel.axis_rules import constrain, context_shards, dividing_axes, target_device
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 
 
@@ -210,12 +205,12 @@ def gather_keys(
   if context_shards() == 1:
     return k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
   k_BSHK, v_BSHK = (
-    with_sharding_constraint(x_BSHK, ("batch", None, "heads", "kv")) for x_BSHK in (k_BSHK, v_BSHK)
+    constrain(x_BSHK, ("batch", None, "heads", "kv")) for x_BSHK in (k_BSHK, v_BSHK)
   )
   if bias_1HTS is not None:
-    bias_1HTS = with_sharding_constraint(bias_1HTS, (None, "heads", "length", None))
+    bias_1HTS = constrain(bias_1HTS, (None, "heads", "length", None))
   if mask_B1TS is not None:
-    mask_B1TS = with_sharding_constraint(mask_B1TS, ("batch", None, "length", None))
+    mask_B1TS = constrain(mask_B1TS, ("batch", None, "length", None))
   return k_BSHK, v_BSHK, bias_1HTS, mask_B1TS
 
 

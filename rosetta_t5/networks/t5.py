@@ -29,7 +29,7 @@ from rosetta_t5.networks.layers.layer_stack import call_layers
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.t5_config import T5Config
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import constrain
 
 
 def make_attention(config: Any, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
@@ -123,7 +123,7 @@ def add_residual(
 
 def constrain_layer_output(config: Any, x: jax.Array) -> jax.Array:
   """Returns a layer's output with the sharding of activations inside the layers."""
-  return with_sharding_constraint(x, activation_axes("embed", config.transpose_batch_sequence))
+  return constrain(x, activation_axes("embed", config.transpose_batch_sequence))
 
 
 def to_layer_layout(config: Any, x: jax.Array) -> jax.Array:

@@ -205,10 +205,10 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
     )
 
 
-def with_sharding_constraint(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
+def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
   """Returns `x`, split as the axis rules specify; without rules or a mesh, returns it unchanged.
 
-  It differs from flax's function of the same name in one case: a dimension that its mesh axes do not
+  It differs from flax's `with_sharding_constraint` in one case: a dimension that its mesh axes do not
   divide is not split, such as the single position of a decoding step under sequence parallelism.
 
   Args:

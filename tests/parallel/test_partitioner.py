@@ -18,8 +18,7 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 from rosetta_t5.networks import scalable_t5
 from rosetta_t5.networks.t5 import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
-from rosetta_t5.parallel.axis_rules import partition_specs_of
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint as constrained
+from rosetta_t5.parallel.axis_rules import constrain, partition_specs_of
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 
@@ -169,15 +168,13 @@ def test_positions_are_split_unless_another_axis_is_or_there_is_only_one():
   partitioner = PjitPartitioner(mesh={"data": 2, "fsdp": 2, "tensor": 2}, sequence_parallel=True)
 
   def placed(shape, *names):
-    function = partitioner.partition(lambda x: constrained(x, names), (None,), None)
+    function = partitioner.partition(lambda x: constrain(x, names), (None,), None)
     return function(jnp.ones(shape)).sharding.spec
 
   assert placed((4, 6, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"), MODEL)
   assert placed((4, 6, 8), "batch", "length", "mlp") == PartitionSpec((DATA, "fsdp"), None, MODEL)
   assert placed((4, 1, 8), "batch", "length", "embed") == PartitionSpec((DATA, "fsdp"))
-  assert constrained(jnp.ones((2, 3)), ("batch", "length")).sharding.device_set == {
-    jax.devices()[0]
-  }
+  assert constrain(jnp.ones((2, 3)), ("batch", "length")).sharding.device_set == {jax.devices()[0]}
 
 
 def test_partition_splits_results_and_arguments_can_be_bound_and_donated():

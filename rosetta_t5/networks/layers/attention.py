@@ -26,7 +26,7 @@ from rosetta_t5.networks.layers.dense import (
 )
 from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
 from rosetta_t5.networks.layers.positions import apply_rotary
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import constrain
 
 
 class AttentionMode(enum.Enum):
@@ -210,7 +210,7 @@ class MultiHeadDotProductAttention(nn.Module):
     """Returns a projection as [B, T, H, K]; its input may have the length first."""
     if self.transpose_batch_sequence:
       heads = heads.swapaxes(0, 1)
-    return with_sharding_constraint(heads, ("batch", "length", "heads", "kv"))
+    return constrain(heads, ("batch", "length", "heads", "kv"))
 
   def _project_fused(self, inputs: jax.Array, projections: list[DenseGeneral]) -> list[jax.Array]:
     """Returns several projections of `inputs` from one matmul."""

@@ -16,11 +16,7 @@ from jaxtyping import Array, Float
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
-from rosetta_t5.parallel.axis_rules import (
-  context_shards,
-  target_device,
-  with_sharding_constraint,
-)
+from rosetta_t5.parallel.axis_rules import constrain, context_shards, target_device
 
 Initializer = Callable[..., Array]
 # y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
@@ -231,7 +227,7 @@ def _matmul_with_factors_backward(operands: Any, dy_NO: Array) -> tuple[Array | 
     flat_NI = x_NI.reshape(-1, x_NI.shape[-1]).astype(jnp.float32)
     mean_II = flat_NI.T @ flat_NI / len(flat_NI)
     # XLA (jax 0.10) computes a wrong xᵀ·x if both dimensions of the result are split over devices.
-    return with_sharding_constraint(mean_II, (None, None))
+    return constrain(mean_II, (None, None))
 
   return (
     *_matmul_backward((x_NI, w_IO), dy_NO),
@@ -391,6 +387,6 @@ class MlpBlock(nn.Module):
     dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
     hidden_BTF = dropout(hidden_BTF, deterministic=deterministic)
     axes = activation_axes(self.mlp_axis, self.transpose_batch_sequence, self.batch_axis)
-    hidden_BTF = with_sharding_constraint(hidden_BTF, axes)
+    hidden_BTF = constrain(hidden_BTF, axes)
     output = dense(inputs.shape[-1], kernel_axes=(self.mlp_axis, "embed"), name="wo")
     return output(hidden_BTF)

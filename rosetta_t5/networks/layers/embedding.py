@@ -13,12 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.axis_rules import (
-  context_shards,
-  dividing_axes,
-  target_device,
-  with_sharding_constraint,
-)
+from rosetta_t5.parallel.axis_rules import constrain, context_shards, dividing_axes, target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -68,14 +63,14 @@ class Embed(nn.Module):
     # The table is gathered from before the cast: casting it first would round its gradient.
     # In T5X an id outside the table is a one-hot row of zeros, which is what `mode="fill"` gives.
     # A table that is split by `embed` is gathered first, since a token needs its whole vector.
-    table = with_sharding_constraint(self.embedding, ("vocab", None))
+    table = constrain(self.embedding, ("vocab", None))
     is_split = any(dividing_axes(("vocab", None), table.shape))
     vectors = (_look_up_sum if is_split else _look_up)(table, inputs, self.dtype)
     # Positions are split in a second step: each device looks up all tokens in its part of the
     # vocabulary, and the sums are scattered. In one step XLA would send around the whole table.
     if context_shards() == 1:
-      vectors = with_sharding_constraint(vectors, ("batch", None, "embed"))
-    return with_sharding_constraint(vectors, ("batch", "length", "embed"))
+      vectors = constrain(vectors, ("batch", None, "embed"))
+    return constrain(vectors, ("batch", "length", "embed"))
 
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Returns the dot products of `query` with every row: the logits tied to the embedding."""
@@ -134,7 +129,7 @@ def output_layer(
     divisor = jnp.sqrt(y_BTD.shape[-1]) if divide_tied_logits else 1.0
     if return_logits:
       # Where positions are split, XLA would otherwise gather the table instead of the activations.
-      logits_BTV = with_sharding_constraint(embedding.attend(y_BTD), ("batch", "length", "vocab"))
+      logits_BTV = constrain(embedding.attend(y_BTD), ("batch", "length", "vocab"))
       return logits_BTV / divisor
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
     return LogitFactors(y_BTD.astype(kernel_DV.dtype) / divisor, kernel_DV)

@@ -17,11 +17,7 @@ from rosetta_t5.kernels.expert_routing import DISPATCHES, Routing
 from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW, ExpertSettings
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import DenseGeneral, Matmul, MlpBlock
-from rosetta_t5.parallel.axis_rules import (
-  count_shards,
-  dividing_axes,
-  with_sharding_constraint,
-)
+from rosetta_t5.parallel.axis_rules import constrain, count_shards, dividing_axes
 
 
 class ExpertMlpBlock(nn.Module):
@@ -61,7 +57,7 @@ class ExpertMlpBlock(nn.Module):
     inputs_BTD = inputs.swapaxes(0, 1) if self.transpose_batch_sequence else inputs
     group_shape = _group_shape(inputs_BTD.shape[0], inputs_BTD.shape[1], settings.router_group_size)
     x_GND = inputs_BTD.reshape(*group_shape, -1)
-    x_GND = with_sharding_constraint(x_GND, ("batch", None, "embed"))
+    x_GND = constrain(x_GND, ("batch", None, "embed"))
     jitter = 0.0 if deterministic else settings.router_jitter
     logits_GNE = Router(settings.num_experts, jitter, name="router")(x_GND)
     probs_GNE = jax.nn.softmax(logits_GNE, axis=-1)
@@ -75,7 +71,7 @@ class ExpertMlpBlock(nn.Module):
     dtype = self.mlp_attributes["dtype"]
     y_GECD = self._compute(send(x_GND.astype(dtype), routing.token_GEC), deterministic)
     y_GND = receive(y_GECD, routing, group_shape[1])
-    y_BTD = with_sharding_constraint(y_GND, ("batch", None, "embed")).reshape(inputs_BTD.shape)
+    y_BTD = constrain(y_GND, ("batch", None, "embed")).reshape(inputs_BTD.shape)
     return y_BTD.swapaxes(0, 1) if self.transpose_batch_sequence else y_BTD
 
   def _route(self, probs_GNE: jax.Array, real_GN: jax.Array, deterministic: bool) -> Routing:
@@ -122,8 +118,8 @@ class ExpertMlpBlock(nn.Module):
     x_PQECD = x_GECD.reshape(parts, groups // parts, experts, slots, width)
     # The first dimension is split over the devices of experts: at first P, then E.
     axes = ("expert", "expert_replicas", None, None, "embed")
-    x_PQECD = with_sharding_constraint(x_PQECD, axes)
-    x_EQPCD = with_sharding_constraint(x_PQECD.transpose(2, 1, 0, 3, 4), axes)
+    x_PQECD = constrain(x_PQECD, axes)
+    x_EQPCD = constrain(x_PQECD.transpose(2, 1, 0, 3, 4), axes)
     x_EQSD = x_EQPCD.reshape(experts, groups // parts, parts * slots, width)
     block_cls = vmap_with_axes(
       MlpBlock,
@@ -139,8 +135,8 @@ class ExpertMlpBlock(nn.Module):
     )
     y_EQSD = block(x_EQSD, False, deterministic)
     y_EQPCD = y_EQSD.reshape(experts, groups // parts, parts, slots, width)
-    y_EQPCD = with_sharding_constraint(y_EQPCD, axes)
-    y_PQECD = with_sharding_constraint(y_EQPCD.transpose(2, 1, 0, 3, 4), axes)
+    y_EQPCD = constrain(y_EQPCD, axes)
+    y_PQECD = constrain(y_EQPCD.transpose(2, 1, 0, 3, 4), axes)
     return y_PQECD.reshape(groups, experts, slots, width)
 
 

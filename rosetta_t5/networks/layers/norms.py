@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu
 from rosetta_t5.networks.layers.dense import Initializer
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import constrain
 
 
 class LayerNorm(nn.Module):
@@ -38,7 +38,7 @@ class LayerNorm(nn.Module):
     if computes_on_gpu(self):
       # Without a saved statistic, XLA normalizes in one kernel, which reads its input once. The scale
       # is gathered before, not again in the backward pass.
-      scale_D = with_sharding_constraint(scale_D, (None,))
+      scale_D = constrain(scale_D, (None,))
       normalize = jax.checkpoint(normalize)
     return normalize(x, scale_D)
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
-from rosetta_t5.parallel.axis_rules import with_sharding_constraint
+from rosetta_t5.parallel.axis_rules import constrain
 from rosetta_t5.training.optimizers.optimizer_def import axes_like, path_name
 
 PyTree = Any
@@ -169,7 +169,7 @@ def multiply(factors: PyTree, tree: PyTree, dims: PyTree) -> PyTree:
 
 def _gram(matrices: jax.Array) -> jax.Array:
   # XLA (jax 0.10) computes a wrong M·Mᵀ if both dimensions of the result are split over devices.
-  return with_sharding_constraint(exact_matmul(matrices, matrices.mT), (None,) * matrices.ndim)
+  return constrain(exact_matmul(matrices, matrices.mT), (None,) * matrices.ndim)
 
 
 def exact_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
