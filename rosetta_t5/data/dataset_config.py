@@ -285,8 +285,8 @@ def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    is_tensorflows = type(error).__module__.startswith("tensorflow")
-    if is_tensorflows and (found := _WRAPPED.search(str(error))):
+    is_wrapped = type(error).__module__.startswith("tensorflow")
+    if is_wrapped and (found := _WRAPPED.search(str(error))):
       raise ValueError(found["text"]) from None
     # TensorFlow shows a record that it cannot parse; Python cannot decode the message if it is not text.
     is_damaged = "Could not parse example" in str(error) or isinstance(error, UnicodeDecodeError)

@@ -29,8 +29,6 @@ _START_UP_MESSAGE = re.compile(rb"I0000 |WARNING: All log messages before absl::
 # reads the variable again when tf.keras is first used, and by then it is unset.
 _KERAS_VARIABLE = "TF_USE_LEGACY_KERAS"
 _KERAS_USERS = ("tensorflow_text.python.keras", "tensorboard.plugins.hparams.api")
-# What is used of these modules without Keras, and the modules that define it.
-_WITHOUT_KERAS = {"hparams": "tensorboard.plugins.hparams.summary_v2"}
 
 
 @functools.cache
@@ -133,8 +131,6 @@ class _LazyModule(ModuleType):
     # __path__ only when they import one of its submodules.
     if name.startswith("__") and name != "__path__":
       raise AttributeError(name)
-    if name in _WITHOUT_KERAS:
-      return getattr(importlib.import_module(_WITHOUT_KERAS[name]), name)
     return getattr(self._load(), name)
 
 

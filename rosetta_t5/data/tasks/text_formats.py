@@ -59,9 +59,12 @@ def squad(example: Example, include_context: bool = True) -> Example:
   answers = _space_punctuation(example["answers"]["text"])
   question = _space_punctuation(example["question"])
   context = _space_punctuation(example["context"])
-  parts = ["question:", question, "context:", context]
+  parts = ["squad trivia question:", question]
+  if include_context:
+    parts = ["question:", question, "context:", context]
+  text = tf.strings.join(parts, separator=" ")
   return {
-    "inputs": _join(parts if include_context else ["squad trivia question:", question]),
+    "inputs": tf.strings.regex_replace(text, r"\s+", " "),
     "targets": answers[0],
     "id": example["id"],
     "context": context,
@@ -126,9 +129,3 @@ def _space_punctuation(text: Any) -> Any:
   """Puts spaces around punctuation, and replaces runs of white space by one space."""
   regex_replace = tf.strings.regex_replace
   return regex_replace(regex_replace(text, r"([[:punct:]])", r" \1 "), r"\s+", " ")
-
-
-def _join(parts: Sequence[Any]) -> Any:
-  """Joins the parts with spaces, and replaces runs of white space by one space."""
-  strings = tf.strings
-  return strings.regex_replace(strings.join(parts, separator=" "), r"\s+", " ")
