@@ -3,8 +3,6 @@
 `config.value_checks` refuses values outside the range.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import math

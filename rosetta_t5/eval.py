@@ -1,7 +1,5 @@
 """An evaluation, from top to bottom: data, checkpoints, the metrics of each, and a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Inference, from top to bottom: data, checkpoint, and a file of results for each task."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,7 +1,5 @@
 """Compiles the train step ahead of a run, and writes its HLO."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The terminal of a command: its first line, progress bars, lines above them, and the types of its options."""
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import contextlib

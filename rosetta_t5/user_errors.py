@@ -1,7 +1,5 @@
 """Errors that users cause: collected, and printed without a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os

@@ -6,8 +6,6 @@ benchmark needs neither TensorFlow nor seqio nor gin. The time is the median ove
 compilation and warmup; a group ends when the parameters of its last step are computed.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -1,7 +1,5 @@
 """The command `rosetta-t5`: the table of its verbs, and one way to parse, run and complete them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

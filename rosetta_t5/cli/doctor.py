@@ -1,7 +1,5 @@
 """Reports what is installed: the first command to run when something does not work."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import platform

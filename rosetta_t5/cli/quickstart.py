@@ -1,7 +1,5 @@
 """The quickstart: pretrains a small T5 on text, finetunes it on dates, and shows the result."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

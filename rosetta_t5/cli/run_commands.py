@@ -1,7 +1,5 @@
 """The verbs of `rosetta-t5` that start runs or show what they read: train, eval, infer, export, check, inspect."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The commands `rosetta-t5 infer --input` and `rosetta-t5 chat`, which use a model on plain text."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import inspect

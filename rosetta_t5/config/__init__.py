@@ -1,7 +1,5 @@
 """Parses, checks and binds the command line and gin files. No other package imports gin."""
 
-from __future__ import annotations
-
 from rosetta_t5.config.command_line import rewrite_gin_args, run
 from rosetta_t5.config.configuration import ResolvedRun, parse_gin_flags
 from rosetta_t5.config.gin_functions import bool_fn, steps_of, string_split_fn, sum_fn

@@ -1,7 +1,5 @@
 """Checks of bindings: missing values, misspelled names, bindings that nothing reads, and cycles."""
 
-from __future__ import annotations
-
 import dataclasses
 import graphlib
 import sys
@@ -105,7 +103,7 @@ def check_arguments(program: Program, function: Callable[..., object]) -> None:
     raise ConfigError("\n".join(messages))
 
 
-def _missing_arguments_text(reached: Reached, missing: list[str], program: Program) -> str:
+def _missing_arguments_text(reached: "Reached", missing: list[str], program: Program) -> str:
   """Returns which arguments are missing, where the function is called, and the lines to add."""
   configurable = reached.configurable
   scope = "/".join(s for s in reached.scopes if not is_macro_set(s))

@@ -1,7 +1,5 @@
 """T5X's command line: the flags of a run and their values."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Reads, binds and checks a whole configuration, and returns the function that it configures."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence

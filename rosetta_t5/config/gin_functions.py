@@ -1,7 +1,5 @@
 """Functions that calculate values inside gin files."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

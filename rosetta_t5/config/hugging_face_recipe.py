@@ -1,7 +1,5 @@
 """The gin file of a Hugging Face folder: its network, its tokenizer, and how it generates."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import re

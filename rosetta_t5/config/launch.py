@@ -1,7 +1,5 @@
 """Starts the run that a command line and its gin files describe."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -17,8 +17,6 @@ absolute, and the folders of data are recorded. checksums.json in MODEL_DIR has 
 file without one is read too.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import filecmp
@@ -95,7 +93,7 @@ def write_model_file(folder: pathlib.Path) -> None:
   files.write_checksums(folder, [NAME])
 
 
-def read_model_file(file: pathlib.Path) -> ModelFile:
+def read_model_file(file: pathlib.Path) -> "ModelFile":
   """Returns what a model file describes.
 
   Raises:

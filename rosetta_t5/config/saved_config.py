@@ -1,7 +1,5 @@
 """The configuration that a run writes into MODEL_DIR, and how a later one in the same folder differs."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Callable, Container

@@ -1,7 +1,5 @@
 """T5X's paths of gin files, its run functions, its retired arguments, and other installations of it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

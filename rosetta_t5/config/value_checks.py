@@ -1,7 +1,5 @@
 """Checks the type and the range of every value that gin binds to an argument."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import collections

@@ -5,8 +5,6 @@ Gin calls whatever a file refers to, and reaches every attribute of the modules 
 below. They are compared as objects, so the path by which a file reaches them does not matter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

@@ -1,7 +1,5 @@
 """Binds the statements of gin files and the command line, so that functions receive the values."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import inspect
@@ -61,7 +59,7 @@ def _may_skip(statement: Any, skip_unknown: bool | Sequence[str]) -> bool:
 
 
 def _bind_value(
-  binding: statements.Binding, configurable: Configurable | None, names: _Names
+  binding: statements.Binding, configurable: Configurable | None, names: "_Names"
 ) -> None:
   """Sets one argument, or a macro if `configurable` is None."""
 

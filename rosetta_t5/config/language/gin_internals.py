@@ -4,8 +4,6 @@ No other module uses a name of gin that begins with an underscore. tests/config/
 fails with advice if a version of gin-config lacks one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reads gin files as statements with their file and line. Nothing that they name is imported."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import tokenize
