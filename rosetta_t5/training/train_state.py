@@ -56,7 +56,9 @@ class InferenceState(struct.PyTreeNode):
     if mutables and "flax_mutables" in state_dict:
       mutables = serialization.from_state_dict(mutables, state_dict["flax_mutables"])
     params = serialization.from_state_dict(self.params, state_dict["target"])
-    return self.replace(params=params, step=state_dict["state"]["step"], flax_mutables=mutables)
+    # A state of axis names has no step.
+    step = None if self.step is None else state_dict["state"]["step"]
+    return self.replace(params=params, step=step, flax_mutables=mutables)
 
   def apply_gradient(self, *args: Any, **kwargs: Any) -> Self:
     """Raises NotImplementedError, because there is no optimizer."""

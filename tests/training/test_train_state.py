@@ -151,3 +151,8 @@ def test_inference_state_has_the_axes_of_a_train_state_and_no_optimizer():
   with pytest.raises(NotImplementedError, match="no optimizer"):
     INFERENCE.apply_gradient(STATE.params, learning_rate=0.1)
   assert not hasattr(INFERENCE, "param_states")
+
+
+def test_axis_names_survive_a_round_trip_through_their_state_dict():
+  axes = make_state(Bigram()).as_logical_axes()
+  assert axes.restore_state(axes.state_dict()) == axes
