@@ -248,12 +248,7 @@ def _select_glue_texts(
   label = next(given, _NO_LABEL)
   if label == "-":  # MultiNLI's mark for an example on which its annotators did not agree.
     return "no gold label"
-  try:
-    number = labels.index(label) if label in labels else float(label)
-  except ValueError:
-    number = None
-  if number is None or (labels and number not in range(_NO_LABEL, len(labels))):
-    return f"the label must be one of {', '.join(labels) or 'all numbers'}, got {label!r}"
+  number = labels.index(label) if label in labels else label
   idx = record.get("idx", record.get("index", _NO_LABEL))
   return {**texts, "label": str(number), "idx": str(idx)}
 
