@@ -155,9 +155,8 @@ def mesh_config(
       '{"data": -1}, and the others to None'
     )
   [(name, value)] = (given or {"num_partitions": num_partitions}).items()
-  sizes = {DATA_AXIS: -1, MODEL_AXIS: num_partitions or 1}
-  if model_parallel_submesh:
-    sizes[MODEL_AXIS] = submesh_size
+  # One of the two numbers is 1, or they are equal.
+  sizes = {DATA_AXIS: -1, MODEL_AXIS: max(submesh_size, num_partitions or 1)}
   return MeshConfig(_counted_sizes(mesh, mesh_order) if mesh else sizes, f"{name} = {value}")
 
 
