@@ -12,7 +12,6 @@ from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
-from rosetta_t5.config.configuration import configure
 from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
 from rosetta_t5.config.language.allow_list import limited_to_list
 from rosetta_t5.config.language.binding import temporary_run_function
@@ -139,12 +138,6 @@ def _check_flags_are_used(program: Any, used: Collection[str]) -> None:
         "nothing in them refers to it. Leave it out, refer to it (models.EncoderDecoderModel.decode_fn = "
         "@decoding.beam_search makes bindings of beam_search count), or use an option (--help)"
       )
-
-
-def run_arguments(program: Any) -> dict[str, Any]:
-  """Returns the arguments of `train` that a gin program configures (see `config.read_program`)."""
-  with temporary_run_function(train):
-    return configure(program, train)()
 
 
 def train(**arguments: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rosetta_t5.checkpoints.formats.t5x_layouts import VERSION
 from rosetta_t5.checkpoints.restore import RestoreTransformation
 from rosetta_t5.checkpoints.saved_items import *
 from rosetta_t5.checkpoints.saved_items import ParameterInfo as _ParameterInfo
+from rosetta_t5.checkpoints.train_state_initializer import restore
 from rosetta_t5.parallel import BasePartitioner
 
 
@@ -286,13 +287,5 @@ class LegacyCheckpointManager(ocp.CheckpointManager):
     """
     if restore_cfg is None or paths is None:
       return None
-    transformations = restore_cfg.state_transformation_fns
-    restored = [
-      self._restorer.restore_from_tf_checkpoint(path, strict=restore_cfg.strict)
-      if os.path.exists(f"{os.fspath(path)}.index")
-      else self._restorer.restore(
-        path=path, state_transformation_fns=transformations, fallback_state=fallback_state
-      )
-      for path in paths
-    ]
-    return restored[0] if len(restored) == 1 else restored
+    self._restorer.strict = restore_cfg.strict
+    return restore(self._restorer, paths, restore_cfg, fallback_state)

@@ -203,9 +203,15 @@ def create_orbax_checkpoint_manager(
       f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
     )
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
+
+  def make(checkpointer_cls: Any, **arguments: Any) -> Any:
+    return checkpointer_cls and checkpointer_cls(**state, **arguments)
+
   # It is built even if only its settings are needed: gin applies its bindings when it is called.
-  saver: Any = save.checkpointer_cls and save.checkpointer_cls(
-    **state, checkpoints_dir=os.fspath(directory)
+  saver = make(save.checkpointer_cls, checkpoints_dir=os.fspath(directory))
+  positions = ds_iter if load.restore_dataset else None
+  restorer = make(
+    load.checkpointer_cls, dataset_iterator=positions, checkpoints_dir="", restore_dtype=load.dtype
   )
   names = ("keep", "period", "checkpoint_steps", "keep_dataset_checkpoints")
   saving = {name: getattr(save, name) for name in names}
@@ -223,10 +229,6 @@ def create_orbax_checkpoint_manager(
   manager.strict, manager.restores_dataset = load.strict, load.restore_dataset
   if (user_save := _overridden(saver, "save")) is not None:
     saver.manager, manager.user_save = manager, user_save
-  state["dataset_iterator"] = ds_iter if load.restore_dataset else None
-  restorer: Any = load.checkpointer_cls and load.checkpointer_cls(
-    **state, checkpoints_dir="", restore_dtype=load.dtype
-  )
   manager.user_restore = _overridden(restorer, "restore")
   return manager
 

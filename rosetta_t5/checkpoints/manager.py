@@ -15,8 +15,6 @@ from etils import epath
 
 from rosetta_t5.argument_types import NonNegative, Positive
 from rosetta_t5.checkpoints import checkpoint_folders, saved_items
-from rosetta_t5.checkpoints.formats import mesh_tf
-from rosetta_t5.checkpoints.formats.mesh_tf import CheckpointTranslator
 from rosetta_t5.checkpoints.restore import RestoreTransformation, restore_train_state
 from rosetta_t5.files import files_in, write_checksums
 from rosetta_t5.parallel import BasePartitioner
@@ -265,34 +263,18 @@ class OrbaxCheckpointManagerInterface:
       )
     restore_dataset &= self.restores_dataset and self._dataset_iterator is not None
     checkpoint_folders.verify_files(folder, with_dataset=restore_dataset)
-    restored = self._restore(
-      folder, self.strict, fallback_state=fallback_state, transformations=state_transformation_fns
+    restored = restore_train_state(
+      folder,
+      self._train_state,
+      self._partitioner,
+      transformations=state_transformation_fns,
+      params_dtype=self._restore_dtype,
+      fallback_state=fallback_state,
+      allow_unexpected=not self.strict,
     )
     if restore_dataset:
       self._restore_dataset(folder)
     return restored
-
-  def restore_from_tf_checkpoint(
-    self,
-    path_or_dir: epath.PathLike,
-    strict: bool = True,
-    translator: CheckpointTranslator | None = None,
-  ) -> TrainState:
-    """Returns the train state of the Mesh TensorFlow checkpoint with a prefix or in a folder.
-
-    `translator` renames its entries; None stands for the rules of T5 1.0 and 1.1.
-    """
-    return self._restore(path_or_dir, strict, arrays=mesh_tf.read_arrays(path_or_dir, translator))
-
-  def _restore(self, path: epath.PathLike, strict: bool, **options: Any) -> TrainState:
-    return restore_train_state(
-      path,
-      self._train_state,
-      self._partitioner,
-      params_dtype=self._restore_dtype,
-      allow_unexpected=not strict,
-      **options,
-    )
 
   def _restore_dataset(self, folder: epath.Path) -> None:
     args = saved_items.DatasetArgs(self._dataset_iterator)

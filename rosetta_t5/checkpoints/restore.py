@@ -54,7 +54,6 @@ def restore_train_state(
   train_state: Any,
   partitioner: BasePartitioner,
   *,
-  arrays: Mapping[str, Any] | None = None,
   transformations: Sequence[RestoreTransformation] = (),
   params_dtype: Any = None,
   fallback_state: Mapping[str, Any] | None = None,
@@ -67,7 +66,6 @@ def restore_train_state(
   Args:
     path: a checkpoint of any layout.
     train_state: the run's train state, or its shapes.
-    arrays: the checkpoint's arrays by flat name, if they are open already.
     transformations: see `find_matching_arrays`.
     params_dtype: the dtype of the floating-point parameters; None for the train state's.
     fallback_state: nested state dict that provides what the checkpoint lacks. It also replaces
@@ -85,7 +83,6 @@ def restore_train_state(
   matching = find_matching_arrays(
     path,
     expected,
-    arrays=arrays,
     transformations=transformations,
     allow_missing=fallback_state is not None,
     allow_unexpected=allow_unexpected,

@@ -170,14 +170,11 @@ def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) ->
     config: the config.json that was written.
     verified: a sentence about the comparison of the two models.
   """
-  from huggingface_hub import ModelCard, ModelCardData  # importing it takes time
+  from huggingface_hub import ModelCard  # importing it takes time
 
   file, (architecture,) = source / _CARD, config["architectures"]
-  data: Any = (
-    ModelCard(file.read_text(), ignore_metadata_errors=True).data
-    if file.exists()
-    else ModelCardData()
-  )
+  card = file.read_text() if file.exists() else "---\nlibrary_name: transformers\n---\n"
+  data: Any = ModelCard(card, ignore_metadata_errors=True).data
   data.library_name, data.tags = "transformers", [config["model_type"], "rosetta-t5"]
   comment = "" if data.license else "\n# license: set it before you publish the model"
   text = f"rosetta-t5 converted this {architecture} from the checkpoint {source.name}. {verified}"
