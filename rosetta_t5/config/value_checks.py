@@ -169,13 +169,9 @@ def _relevant_members(declared: Any) -> list[_Member]:
   None would remain.
   """
   members = list(_members(declared))
-  known = [member for member in members if not _cannot_be_checked(*member)]
+  known = [(base, conditions) for base, conditions in members if conditions or _kind(base)]
   is_anything = any(base in (Any, object) and not conditions for base, conditions in members)
   return members if is_anything or {m[0] for m in known} <= {None, types.NoneType} else known
-
-
-def _cannot_be_checked(base: Any, conditions: tuple[Condition, ...]) -> bool:
-  return not (conditions or _kind(base))
 
 
 def _kind(base: Any) -> str:
@@ -231,7 +227,7 @@ def _has_type(value: Any, base: Any) -> bool:
     return any(value == known and type(value) is type(known) for known in typing.get_args(base))
   if _kind(base) == _FUNCTION:
     return callable(value)
-  return _cannot_be_checked(base, ()) or (isinstance(base, type) and isinstance(value, base))
+  return not _kind(base) or (isinstance(base, type) and isinstance(value, base))
 
 
 def _parts(value: Any, base: Any) -> list[tuple[str, Any, Any]] | None:
