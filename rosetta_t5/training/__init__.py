@@ -1,4 +1,4 @@
-"""The pure train step, train state, trainer, losses, schedules, hooks and optimizers."""
+"""The pure train step, train state, trainer, losses, schedules, actions and optimizers."""
 
 from rosetta_t5.training.step import train_step
 from rosetta_t5.training.train_state import InferenceState, TrainState
