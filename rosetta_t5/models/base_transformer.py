@@ -121,8 +121,7 @@ class BaseTransformerModel(BaseModel):
     types = input_types or {}
     batch = {n: jnp.ones(shape, types.get(n, jnp.int32)) for n, shape in input_shapes.items()}
     # The shapes may be those of the inputs only.
-    for name in ("decoder_target_tokens", "decoder_causal_attention"):
-      batch[name] = jnp.ones_like(batch["decoder_input_tokens"])
+    batch["decoder_target_tokens"] = jnp.ones_like(batch["decoder_input_tokens"])
     tokens, features = self._module_arguments(batch)
     flags = {"decode": False, "enable_dropout": False}
     return freeze(self.module.init(rng, *tokens, **flags, **features))

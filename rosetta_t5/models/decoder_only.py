@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import freeze
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
@@ -71,6 +72,18 @@ class DecoderOnlyModel(BaseTransformerModel):
     network = (module, vocabulary, vocabulary, optimizer_def, decode_fn)
     loss_settings = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
     super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor)
+
+  def get_initial_variables(
+    self,
+    rng: jax.Array,
+    input_shapes: Mapping[str, tuple[int, ...]],
+    input_types: Mapping[str, Any] | None = None,
+  ) -> Mapping[str, PyTree]:
+    """Returns the initial variables; the same key gives T5X's parameters."""
+    name = "decoder_input_tokens"
+    tokens = jnp.ones(input_shapes[name], (input_types or {}).get(name, jnp.int32))
+    # T5X's decoders need no other arguments here, and users' may have no others.
+    return freeze(self.module.init(rng, tokens, tokens, enable_dropout=False))
 
   def _get_decoder_causal_attention(self, batch: Batch) -> jax.Array | None:
     """Returns 1 for the positions that all see each other, [B, T]; None in a causal model."""

@@ -194,10 +194,10 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
         )
 
   jax.tree_util.tree_map_with_path(check, train_state, specs)
-  stages = axis_sizes.get(PIPELINE_AXIS, 1)
+  stages = axis_sizes.get(PIPELINE_AXIS)
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
   is_split = any(PIPELINE_AXIS in axis_names(axes) for spec in all_specs for axes in spec)
-  if stages > 1 and not is_split:
+  if isinstance(stages, int) and stages > 1 and not is_split:
     raise ValueError(
       f"partitioning.PjitPartitioner.mesh has a pipeline of {stages} stages, but the layers are not "
       "stacked: set network.TransformerConfig.scan_layers = True, or for T5 import "

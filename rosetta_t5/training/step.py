@@ -137,11 +137,13 @@ def accumulate_gradients(
 def _gradients(
   loss_fn: LossFn, params: PyTree, mutables: PyTree, batch: Batch, dropout_rng: jax.Array
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
+  if not mutables:
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, metrics), grads = grad_fn(params, batch, dropout_rng)
+    return grads, loss, metrics, mutables
+
   def loss_of(params: PyTree, overwritten: PyTree) -> tuple[jax.Array, Any]:
-    if mutables:
-      return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
-    loss, metrics = loss_fn(params, batch, dropout_rng)
-    return loss, (metrics, {})
+    return loss_fn(params, batch, dropout_rng, {**mutables, **overwritten})
 
   # The gradient of this collection (fp8's scales) is its next value: it is replaced, not summed.
   overwritten = {name: mutables[name] for name in (OVERWRITE_WITH_GRADIENT,) if name in mutables}
