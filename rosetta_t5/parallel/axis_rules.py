@@ -98,11 +98,12 @@ def extend_axis_rules(
       split over it.
   """
 
-  def present(*axes: str) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis in (*mesh_axes, MODEL_AXIS))
+  def present(*axes: str) -> str | tuple[str, ...] | None:
+    found = tuple(axis for axis in axes if axis in (*mesh_axes, MODEL_AXIS))
+    return found if len(found) > 1 else next(iter(found), None)
 
   # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
-  replaced: dict[AxisRule, tuple[str, ...]] = {
+  replaced: dict[AxisRule, Any] = {
     ("batch", DATA_AXIS): present(*BATCH_AXES),
     ("layers", None): present(PIPELINE_AXIS),
   }

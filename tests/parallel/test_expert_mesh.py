@@ -33,7 +33,7 @@ def test_t5x_s_rules_split_the_batch_over_experts_and_data():
   assert rules["expert"] == "expert"
   assert (rules["expert_mlp"], rules["expert_replicas"], rules["unmodeled"]) == (
     "model",
-    ("data",),
+    "data",
     None,
   )
 
