@@ -60,8 +60,6 @@ class CheckpointTypes(enum.Enum):
 
 
 _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
-  CheckpointTypes.ORBAX: t5x_layouts.read_arrays,
-  CheckpointTypes.T5X: t5x_layouts.read_arrays,
   CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
   CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
 }
@@ -250,7 +248,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
       the files.
   """
   is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
-  read = _READERS[detect_checkpoint_type(path)]
+  read = _READERS.get(detect_checkpoint_type(path), t5x_layouts.read_arrays)
   try:
     arrays = {name: as_stored_array(value) for name, value in read(path).items()}
     step = stored_step(arrays) if is_step_folder else None

@@ -38,8 +38,7 @@ def compile_leafwise(
     out_axes: the sharding of each leaf (PartitionSpecs).
   """
   program = traced.jaxpr
-  producers = {variable: n for n, eqn in enumerate(program.eqns) for variable in eqn.outvars}
-  slices = [_slice_for_output(program, output, producers) for output in program.outvars]
+  slices = [_slice_for_output(program, output) for output in program.outvars]
   if sum(len(sliced.eqns) for sliced, _ in slices) >= _MAX_GROWTH * len(program.eqns):
     return partitioner.partition(fn, None, out_axes)
   specs, structure = jax.tree.flatten(out_axes)
@@ -60,26 +59,17 @@ def compile_leafwise(
   return run
 
 
-def _slice_for_output(
-  program: Jaxpr, output: Any, producers: Mapping[Any, int]
-) -> tuple[Jaxpr, tuple[np.ndarray, ...]]:
+def _slice_for_output(program: Jaxpr, output: Any) -> tuple[Jaxpr, tuple[np.ndarray, ...]]:
   """Returns the part of a program that computes `output`, and the constants that it folds into the key.
 
   The constants are arguments of the part, so that two modules with equal initializers have equal programs.
-
-  Args:
-    producers: for each variable, the index of the equation that computes it.
   """
-  needed: set[int] = set()
-  pending = [output]
-  while pending:
-    variable = pending.pop()
-    index = None if isinstance(variable, Literal) else producers.get(variable)
-    if index is not None and index not in needed:
-      needed.add(index)
-      pending.extend(program.eqns[index].invars)
+  needed = {variable for variable in [output] if isinstance(variable, Var)}
   equations, folded_inputs, folded = [], [], []
-  for eqn in (program.eqns[index] for index in sorted(needed)):
+  for eqn in reversed(program.eqns):
+    if needed.isdisjoint(eqn.outvars):
+      continue
+    needed.update(variable for variable in eqn.invars if isinstance(variable, Var))
     if eqn.primitive.name == "random_fold_in" and isinstance(constant := eqn.invars[1], Literal):
       aval: Any = constant.aval
       folded_inputs.append(Var(aval))
@@ -88,7 +78,7 @@ def _slice_for_output(
     equations.append(eqn)
   inputs = [*program.invars, *folded_inputs]
   debug_info = program.debug_info.with_unknown_names()
-  sliced = Jaxpr(program.constvars, inputs, [output], equations, debug_info=debug_info)
+  sliced = Jaxpr(program.constvars, inputs, [output], equations[::-1], debug_info=debug_info)
   return sliced, tuple(folded)
 
 
