@@ -1,7 +1,5 @@
 """Trains, predicts, scores and evaluates on examples that a user types in a notebook."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Adds the settings that usually help to the errors of devices that run out of memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

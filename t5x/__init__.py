@@ -5,8 +5,6 @@ Code written for T5X changes T5X by assignment: `decoding.beam_search = mine`, o
 alone would have no effect on the functions there that use the name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

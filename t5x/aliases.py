@@ -4,8 +4,6 @@ Code written for T5X also uses these, such as `layers.param_with_axes`, `models.
 `layers._normalize_axes`. Every module of `t5x` has all of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

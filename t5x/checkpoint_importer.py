@@ -1,7 +1,5 @@
 """T5X's `checkpoint_importer`: lazily read T5 checkpoints of Mesh TensorFlow, under T5X's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

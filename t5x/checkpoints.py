@@ -1,7 +1,5 @@
 """T5X's `checkpoints`: managers, checkpointers, their data, and loading without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """T5X's `config_utils`: `run`, and whether a run is configured by Fiddle, which is not supported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """T5X's `interactive_model`: a model for interactive use, such as in a notebook."""
 
-from __future__ import annotations
-
 import enum
 
 from rosetta_t5.data.pipeline.inference_data import (

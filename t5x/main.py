@@ -1,7 +1,5 @@
 """T5X's `main`: `python -m t5x.main --run_mode=train --gin_file=…` starts any run."""
 
-from __future__ import annotations
-
 if __name__ == "__main__":
   from rosetta_t5.cli import begin
 

@@ -1,7 +1,5 @@
 """T5X's `trainer`: trainers, their functions, actions, and the metrics manager."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """T5X's `utils`: dataset and checkpoint configurations, schedules, the train-state initializer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

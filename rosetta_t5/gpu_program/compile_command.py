@@ -1,7 +1,5 @@
 """`rosetta-t5 compile RECIPE --gpu h200 --devices N`: the program that N GPUs would run."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ GPU nothing is timed, so XLA selects no algorithms; `OPTIONS` makes it use cuBLA
 NVIDIA's own flags do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Which kernels and collectives a GPU program starts, what each computes, and which bytes it moves."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

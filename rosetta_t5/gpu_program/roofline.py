@@ -8,8 +8,6 @@ Attention is counted for all pairs of positions, also those that masks exclude. 
 ours does with tiles of causal and packed rows, can be faster than its bound.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import operator

@@ -1,7 +1,5 @@
 """Evaluations: the loss on held-out batches, and metrics of predictions and scores of examples."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Batches of short inputs may be cut to one of a few lengths ("buckets"), each compiled once.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Writes the results of inference: one JSON object per line, in chunks that are merged at the end."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import itertools

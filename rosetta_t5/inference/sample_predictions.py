@@ -1,7 +1,5 @@
 """Samples: a few inputs and targets beside the model's predictions, for people to read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

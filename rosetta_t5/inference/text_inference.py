@@ -1,7 +1,5 @@
 """Predictions and scores for any number of texts in memory, and sentences with blanks to fill."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import re

@@ -1,7 +1,5 @@
 """T5X's `contrib.moe.checkpoints`: sparse upcycling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.state_dicts import upcycle

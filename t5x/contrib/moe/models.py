@@ -1,7 +1,5 @@
 """T5X's `contrib.moe.models`: models of networks with experts."""
 
-from __future__ import annotations
-
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 
 

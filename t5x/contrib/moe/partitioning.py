@@ -1,7 +1,5 @@
 """T5X's `contrib.moe.partitioning`: the partitioner and axis rules of experts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

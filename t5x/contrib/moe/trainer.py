@@ -1,7 +1,5 @@
 """T5X's `contrib.moe.trainer`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """T5X's `examples.t5.network`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
