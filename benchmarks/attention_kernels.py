@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rosetta_t5.files import write_atomically
-from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
+from rosetta_t5.kernels.attention import Visibility, attend
 
 # Name → (queries, keys, whether there is a bias, whether it is causal).
 ATTENTIONS = {
@@ -46,13 +45,8 @@ def measure(
 
   def loss(operands: tuple, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array:
     q, k, v, bias = operands
-    if kernel != "xla":
-      segments = SegmentMask(query_ids, key_ids, causal)
-      return jnp.sum(fused_attention(kernel, q, k, v, bias, segments).astype(jnp.float32))
-    mask = query_ids[:, None, :, None] == key_ids[:, None, None]
-    if causal:
-      mask &= jnp.tri(queries, keys, dtype=bool)[None, None]
-    return jnp.sum(xla_attention(q, k, v, bias, mask).astype(jnp.float32))
+    visible = Visibility(query_ids, key_ids, causal=causal, packed=packed)
+    return jnp.sum(attend(kernel, q, k, v, bias, visible).astype(jnp.float32))
 
   arguments = ((q, k, v, bias), query_ids, key_ids)
   step = jax.jit(jax.grad(loss)).lower(*arguments).compile()

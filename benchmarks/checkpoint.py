@@ -36,7 +36,7 @@ from rosetta_t5.checkpoints import (
 )
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.process_settings import keep_freed_memory
 from rosetta_t5.training import TrainState

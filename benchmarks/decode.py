@@ -24,7 +24,7 @@ from benchmarks.hugging_face import hugging_face_config
 from benchmarks.turns import time_in_turns
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel.process_settings import keep_freed_memory
 
 Params = dict[str, Any]

@@ -31,8 +31,7 @@ import optax
 
 from rosetta_t5.data import quickstart_data
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers import optax_wrapper
 from rosetta_t5.training.optimizers.matrices import shampoo, soap

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from tiny_models import T5_1_1
 
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import ScalableT5Config, T5Config
 
 PLAIN = dataclasses.replace(T5_1_1, num_encoder_layers=2, num_decoder_layers=2)
 
 
-def scalable(config: T5Config = PLAIN, **changes: Any) -> scalable_t5.T5Config:
+def scalable(config: T5Config = PLAIN, **changes: Any) -> ScalableT5Config:
   """Returns the config of a scalable T5 with the sizes of a plain T5."""
-  values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-  return scalable_t5.T5Config(**{**values, **changes})
+  own = ("scan_layers", "bias_per_layer")
+  fields = [field.name for field in dataclasses.fields(config) if field.name not in own]
+  return ScalableT5Config(**{**{name: getattr(config, name) for name in fields}, **changes})
 
 
 def to_unscanned(params: Any, config: T5Config = PLAIN) -> Any:

@@ -22,7 +22,7 @@ from rosetta_t5.data.pipeline.inference_data import (
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.interactive import InteractiveModel
 from rosetta_t5.models import DecoderOnlyModel
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.transformer import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.optax_wrapper import adamw
 from t5x.interactive_model import T5XScriptType, get_gin_config_from_interactive_model

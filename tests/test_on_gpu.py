@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rosetta_t5.kernels.attention import Visibility, attend
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +57,8 @@ def test_fused_attention_and_its_gradients_equal_the_reference(kernel, causal):
     mask &= np.tri(length, dtype=bool)
   # The outputs at padding are not used.
   do = do * jnp.asarray(ids > 0)[..., None, None]
-  segments = SegmentMask(jnp.asarray(ids), jnp.asarray(ids), causal)
-  fused = jax.jit(lambda q, k, v, b: fused_attention(kernel, q, k, v, b, segments))
+  segments = Visibility(jnp.asarray(ids), jnp.asarray(ids), causal=causal)
+  fused = jax.jit(lambda q, k, v, b: attend(kernel, q, k, v, b, segments))
   exact = functools.partial(xla_attention, mask_B1TS=jnp.asarray(mask), float32_logits=True)
   got, gradients = jax.vjp(fused, q, k, v, bias)
   want, want_gradients = jax.vjp(exact, *(x.astype(jnp.float32) for x in (q, k, v, bias)))
@@ -89,5 +89,5 @@ def test_cudnn_returns_nan_for_padding_between_tokens():
   bias = jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
   ids = jnp.ones((1, 64), jnp.int32)
   for gapped, is_nan in ((ids, False), (ids.at[0, 3].set(0), True)):
-    out = fused_attention("cudnn", q, q, q, bias, SegmentMask(gapped, gapped))
+    out = attend("cudnn", q, q, q, bias, Visibility(gapped, gapped))
     assert bool(jnp.isnan(out).any()) == is_nan

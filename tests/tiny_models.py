@@ -16,8 +16,7 @@ from flax.core import unfreeze
 from flax.linen.partitioning import param_with_axes
 
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules

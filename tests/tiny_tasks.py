@@ -14,7 +14,7 @@ from tiny_models import adafactor
 from rosetta_t5 import checkpoints
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 
 PAIRS = tuple((f"question {n * n}", f"answer {n}") for n in range(11))

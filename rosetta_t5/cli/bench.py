@@ -22,9 +22,9 @@ import optax
 from rosetta_t5.files import write_atomically
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks import precision
-from rosetta_t5.networks.layers.layer_stack import REMAT_POLICIES
-from rosetta_t5.networks.t5 import Transformer
-from rosetta_t5.networks.t5_config import ATTENTION_KERNELS, T5Config
+from rosetta_t5.networks.config import ATTENTION_KERNELS, T5Config
+from rosetta_t5.networks.layers.stack import REMAT_POLICIES
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.run_metrics import peak_flops, training_flops_of
 from rosetta_t5.terminal import output_file, positive_integer

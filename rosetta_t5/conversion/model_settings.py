@@ -15,8 +15,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.families import find_family
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
 from rosetta_t5.checkpoints.run_start import read_source_config
 from rosetta_t5.config import model_file
-from rosetta_t5.networks.decoder_config import TransformerConfig
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import T5Config, TransformerConfig
 
 # A binding in a config.gin. Only a value in brackets may span several lines.
 _BINDING = r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|.+)$"

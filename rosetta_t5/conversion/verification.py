@@ -26,9 +26,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, start_token
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks import t5 as t5_network
-from rosetta_t5.networks.decoder import DecoderWrapper
+from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 
 TOLERANCE = 1e-4
 # Two implementations may differ by this multiple of the rounding errors of one of them.
@@ -122,12 +120,10 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
   changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
   if settings.is_gpt:
     changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
-  config: Any = dataclasses.replace(settings.network, **changes)
-  module: Any = DecoderWrapper(config) if settings.is_gpt else t5_network.Transformer(config)
   if parameter_trees.has_own_biases(plain):
-    plain = parameter_trees.to_scalable_tree(plain)
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    module = scalable_t5.Transformer(scalable_t5.T5Config(**fields))
+    changes["bias_per_layer"] = True
+  config: Any = dataclasses.replace(settings.network, **changes)
+  module: Any = DecoderWrapper(config) if settings.is_gpt else Transformer(config)
   params = unflatten_dict(
     {
       tuple(name.removeprefix("target/").split("/")): jnp.asarray(array.get(), jnp.float32)

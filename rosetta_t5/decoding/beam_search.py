@@ -69,6 +69,7 @@ def beam_init(
   offset: int = 0,
   live_seqs: Int[Array, "batch beam length"] | None = None,
   initial_index: Int[Array, " batch"] | None = None,
+  pad_id: int = 0,
 ) -> BeamState:
   """Returns the state before the first step. Only the first beam is live; the others have probability 0.
 
@@ -78,11 +79,12 @@ def beam_init(
     max_decode_len: the length of the sequences including the start token.
     cache: the model's cache without beams.
     offset: the index of the cache's batch dimension.
-    live_seqs: sequences to start from, whose first positions a prefilled cache has; None for zeros.
+    live_seqs: sequences to start from, whose first positions a prefilled cache has; None for padding.
     initial_index: the position of each sequence's newest token in that cache.
+    pad_id: the token that is padding.
   """
   beam = functools.partial(beams.add_beam_dim, beam_size=beam_size, offset=offset)
-  seqs = jnp.zeros((batch_size, beam_size, max_decode_len), jnp.int32)
+  seqs = jnp.full((batch_size, beam_size, max_decode_len), pad_id, jnp.int32)
   return BeamState(
     cur_index=jnp.int32(0),
     live_logprobs=jnp.broadcast_to(_first_only(beam_size), (batch_size, beam_size)),
@@ -113,14 +115,15 @@ def beam_search(
   min_length: NonNegative = 0,
   min_new_tokens: NonNegative = 0,
   bad_words_ids: Sequence[Sequence[int]] = (),
+  pad_id: NonNegative = 0,
 ) -> tuple[Int[Array, "batch beam decode_len"], Float[Array, "batch beam"]]:
   """Returns the best sequences found and their scores, the best last.
 
   Scores are log probabilities divided by `brevity_penalty`. If no sequence of an example has ended, its
-  live ones are returned with their log probabilities. Tokens after the end are 0.
+  live ones are returned with their log probabilities. Tokens after the end are `pad_id`.
 
   Args:
-    inputs: a prompt, shifted right by one position; decodes begin with its tokens up to its first 0.
+    inputs: a prompt, shifted right by one position; decodes begin with its tokens up to its first padding.
     cache: the model's cache for `batch` sequences.
     tokens_to_logits: returns the next token's logits, and the cache with one more position.
     eos_id: the token that ends a sequence.
@@ -138,16 +141,24 @@ def beam_search(
     min_length: see `Controls`.
     min_new_tokens: see `Controls`.
     bad_words_ids: see `Controls`.
+    pad_id: the token that is padding.
   """
   batch_size, length = inputs.shape
   # Position 0 is the start token.
   max_len = (length if max_decode_len is None else max_decode_len) + 1
   padding = ((0, 0), (0, max(0, max_len - length)))
-  prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding)[:, :max_len]
+  prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding, constant_values=pad_id)[:, :max_len]
   is_prefilled = initial_index is not None
   live_seqs = beams.add_beam_dim(prompts_BL, num_decodes) if is_prefilled else None
   start = beam_init(
-    batch_size, num_decodes, max_len, unfreeze(cache), cache_offset, live_seqs, initial_index
+    batch_size,
+    num_decodes,
+    max_len,
+    unfreeze(cache),
+    cache_offset,
+    live_seqs,
+    initial_index,
+    pad_id,
   )
   if initial_index is not None:
     start = start.replace(cur_index=initial_index)
@@ -155,7 +166,7 @@ def beam_search(
   if max_decode_step >= 0:
     last = jnp.minimum(last, start.cur_index + max_decode_step)
   controls = next_token.Controls(
-    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
+    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids, pad_id
   )
   # In the loop the cache has beams in its batch dimension, as the model expects. With a separate
   # dimension for beams XLA would copy the whole cache in every step.
@@ -171,7 +182,7 @@ def beam_search(
     log_probs_BKV, new_cache = _next_log_probs(
       state, tokens_to_logits, prompts_BL, eos_id, controls
     )
-    candidates = _best_continuations(state, log_probs_BKV, prompts_BL, eos_id)
+    candidates = _best_continuations(state, log_probs_BKV, prompts_BL, eos_id, pad_id)
     new_state = _select_live(state, candidates, new_cache, cache_offset)
     new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)
     return _keep_where(state.cur_index >= last, state, new_state) if is_prefilled else new_state
@@ -222,7 +233,7 @@ def _next_log_probs(
 
 
 def _best_continuations(
-  state: BeamState, log_probs_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int
+  state: BeamState, log_probs_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int, pad_id: int
 ) -> _Candidates:
   """Returns the best continuations by one token; in a prompt, the continuation by its token."""
   batch_size, beam_size, vocab = log_probs_BKV.shape
@@ -234,8 +245,8 @@ def _best_continuations(
   index_B1 = _index_like(state.cur_index, prompts_BL)[:, :1] + 1
   prompt_B1 = jnp.take_along_axis(prompts_BL, index_B1, axis=1)
   # The prompt's token has probability 1, and only one beam continues with it.
-  log_probs_BC = jnp.where(prompt_B1 == 0, log_probs_BC, _first_only(2 * beam_size)[None])
-  tokens_BC = jnp.where(prompt_B1 == 0, tokens_BC, prompt_B1)
+  log_probs_BC = jnp.where(prompt_B1 == pad_id, log_probs_BC, _first_only(2 * beam_size)[None])
+  tokens_BC = jnp.where(prompt_B1 == pad_id, tokens_BC, prompt_B1)
   seqs_BCL = beams.gather_beams(state.live_seqs, parents_BC, batch_size, beam_size, 2 * beam_size)
   position_BCL = jnp.broadcast_to(jnp.arange(seqs_BCL.shape[-1]), seqs_BCL.shape)
   is_next = position_BCL == _index_like(state.cur_index, seqs_BCL) + 1

@@ -51,6 +51,7 @@ class Controls(NamedTuple):
     min_length: a decode does not end before it has this many tokens, start token and prompt included.
     min_new_tokens: the same without start token and prompt.
     bad_words_ids: sequences of tokens that do not occur. The token that ends a decode is left out.
+    pad_id: the token that is padding.
   """
 
   repetition_penalty: float = 1.0
@@ -58,6 +59,7 @@ class Controls(NamedTuple):
   min_length: int = 0
   min_new_tokens: int = 0
   bad_words_ids: Sequence[Sequence[int]] = ()
+  pad_id: int = 0
 
 
 def apply_controls(
@@ -74,7 +76,7 @@ def apply_controls(
     logits: those of the model.
     tokens: the tokens so far, from the start token at position 0; later positions are ignored.
     position: the position of each decode's newest token.
-    prompts: the start token, and the prompt's tokens up to the first 0.
+    prompts: the start token, and the prompt's tokens up to the first padding.
     eos_id: the token that ends a decode.
     controls: what to apply. Defaults add nothing to the program.
 
@@ -89,7 +91,7 @@ def apply_controls(
   if words := [word for word in map(tuple, controls.bad_words_ids) if word != (eos_id,)]:
     logits = _forbid_words(logits, tokens, position_Nx1, words)
   if controls.min_length or controls.min_new_tokens:
-    new_Nx1 = position_Nx1 - jnp.sum(prompts[:, 1:] != 0, axis=1, keepdims=True)
+    new_Nx1 = position_Nx1 - jnp.sum(prompts[:, 1:] != controls.pad_id, axis=1, keepdims=True)
     is_short = (position_Nx1 + 1 < controls.min_length) | (new_Nx1 < controls.min_new_tokens)
     logits = _forbid(logits, jnp.full_like(position_Nx1, eos_id), is_short)
   return logits

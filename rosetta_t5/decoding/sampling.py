@@ -76,14 +76,15 @@ def temperature_sample(
   min_length: NonNegative = 0,
   min_new_tokens: NonNegative = 0,
   bad_words_ids: Sequence[Sequence[int]] = (),
+  pad_id: NonNegative = 0,
 ) -> tuple[Int[Array, "batch decodes length"], Float[Array, "batch decodes"]]:
   """Returns sampled sequences and their log probabilities, the most probable last.
 
-  Tokens after the end are 0. Decoding stops when every sequence has ended or is full.
+  Tokens after the end are `pad_id`. Decoding stops when every sequence has ended or is full.
 
   Args:
-    inputs: a prompt, shifted right by one position; its nonzero tokens are kept and their
-      probabilities are not counted.
+    inputs: a prompt, shifted right by one position; its tokens other than padding are kept, and
+      their probabilities are not counted.
     cache: the model's cache for `batch` sequences.
     tokens_to_logits: returns the next token's logits, and the cache with one more position.
     eos_id: the token that ends a sequence. Occurrences in the prompt do not end it.
@@ -106,6 +107,7 @@ def temperature_sample(
     min_length: see `Controls`.
     min_new_tokens: see `Controls`.
     bad_words_ids: see `Controls`.
+    pad_id: the token that is padding.
 
   Raises:
     ValueError: both `topk` and `topp` are set, or there are more steps than positions.
@@ -118,13 +120,15 @@ def temperature_sample(
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
   controls = next_token.Controls(
-    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids
+    repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids, pad_id
   )
-  start = _initial_state(inputs, cache, num_decodes, cache_offset, initial_index, decode_rng)
+  start = _initial_state(
+    inputs, cache, num_decodes, cache_offset, initial_index, decode_rng, pad_id
+  )
   prompts = start.sequences[:, :-2]
   max_len: int | jax.Array = prompts.shape[1]
   if max_decode_steps is not None:
-    max_len = jnp.minimum(max_len, jnp.sum(prompts != 0, axis=1) + max_decode_steps)
+    max_len = jnp.minimum(max_len, jnp.sum(prompts != pad_id, axis=1) + max_decode_steps)
 
   def count_eos(sequences: jax.Array) -> jax.Array:
     return jnp.sum(sequences == eos_id, axis=-1, keepdims=True)
@@ -147,7 +151,7 @@ def temperature_sample(
     logits_BV = change_logits(logits_BV, state)
     sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
     new_state = _append(
-      state, *sampled, max_len, lambda sequences: count_eos(sequences) > eos_in_prompt
+      state, *sampled, max_len, lambda sequences: count_eos(sequences) > eos_in_prompt, pad_id
     )
     return new_state.replace(cache=unfreeze(new_cache), rng=rng)
 
@@ -177,7 +181,13 @@ def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> N
 
 
 def _initial_state(
-  inputs_BL: jax.Array, cache: Any, num_decodes: int, offset: int, initial_index_B: Any, rng: Any
+  inputs_BL: jax.Array,
+  cache: Any,
+  num_decodes: int,
+  offset: int,
+  initial_index_B: Any,
+  rng: Any,
+  pad_id: int,
 ) -> SamplingLoopState:
   """Returns the state before the first step, with each sequence `num_decodes` times."""
   is_prefilled = initial_index_B is not None
@@ -189,14 +199,14 @@ def _initial_state(
     inputs_BL, index = expand(inputs_BL), expand(index)
   # Two more positions: one because position 0 is the start token, and one for the tokens of sequences
   # that are full while others are not.
-  sequences = jnp.pad(inputs_BL, ((0, 0), (0, 2)))
+  sequences = jnp.pad(inputs_BL, ((0, 0), (0, 2)), constant_values=pad_id)
   token = jnp.take_along_axis(sequences, index[:, None], axis=1)
   return SamplingLoopState(
     step=jnp.int32(0),
     cur_index=index,
     sequences=sequences,
     cache=unfreeze(cache),
-    cur_token=token if is_prefilled else jnp.zeros_like(token),
+    cur_token=token if is_prefilled else jnp.full_like(token, pad_id),
     ended=jnp.zeros(token.shape, bool),
     rng=jax.random.PRNGKey(0) if rng is None else rng,
     log_prob=jnp.zeros(token.shape[0], jnp.float32),
@@ -244,15 +254,16 @@ def _append(
   log_probs_B: jax.Array,
   max_len: Any,
   has_ended: Any,
+  pad_id: int,
 ) -> SamplingLoopState:
-  """Returns the state with the tokens, or the prompt's, at the next position; 0 after the end."""
+  """Returns the state with the tokens, or the prompt's, at the next position; padding after the end."""
   # A sequence that is full while others are not repeatedly writes to its last position.
   index_B = jnp.minimum(state.cur_index, max_len)
   prompt_B = jnp.take_along_axis(state.sequences, index_B[:, None] + 1, axis=1)[:, 0]
   ended_B = state.ended[:, 0]
-  is_sampled_B = prompt_B == 0
+  is_sampled_B = prompt_B == pad_id
   tokens_B = jnp.where(is_sampled_B, tokens_B.astype(prompt_B.dtype), prompt_B)
-  tokens_B = jnp.where(ended_B, 0, tokens_B)
+  tokens_B = jnp.where(ended_B, pad_id, tokens_B)
   log_prob = state.log_prob + jnp.where(is_sampled_B & ~ended_B, log_probs_B, 0.0)
   sequences = state.sequences.at[jnp.arange(index_B.size), index_B + 1].set(tokens_B)
   is_full_Bx1 = (index_B >= max_len - 1)[:, None]

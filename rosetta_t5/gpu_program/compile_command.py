@@ -21,9 +21,9 @@ from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
-from rosetta_t5.networks.kernel_choice import KernelChoice
+from rosetta_t5.networks.config import replace_config
+from rosetta_t5.networks.kernel_measurement import KernelChoice
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
-from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
 from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections

@@ -9,7 +9,7 @@ computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:24
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,18 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels import flash_attention
+from rosetta_t5.kernels.flash_attention import FlashOptions
 from rosetta_t5.kernels.flash_kernels import Segments
 
 
 def context_attention(
   q_BTHK: Float[Array, "B T H K"],
-  k_BSHK: Float[Array, "B S H K"],
-  v_BSHK: Float[Array, "B S H K"],
+  k_BSGK: Float[Array, "B S G K"],
+  v_BSGK: Float[Array, "B S G K"],
   bias_1HTS: Float[Array, "1 H T _"] | None,
   segments: Segments,
   axis: str,
-  causal: bool = False,
-  interpret: bool = False,
+  options: FlashOptions,
 ) -> Float[Array, "B T H K"]:
   """Returns `flash_attention` of this device's part of the queries and the keys of the whole rows.
 
@@ -36,17 +36,16 @@ def context_attention(
 
   Args:
     q_BTHK: this device's queries.
-    k_BSHK: this device's keys.
-    v_BSHK: this device's values.
+    k_BSGK: this device's keys.
+    v_BSGK: this device's values.
     bias_1HTS: the rows of the bias for this device's queries, for all keys.
     segments: those of all queries and all keys.
     axis: the mesh axis that splits the positions.
-    causal: whether a query does not see the keys after it.
-    interpret: whether to run without a GPU, slowly.
+    options: what else is computed.
   """
   devices, length = jax.lax.axis_size(axis), q_BTHK.shape[1]
   # A bias is as large as the logits and would have to be exchanged too.
-  is_balanced = causal and bias_1HTS is None and length % 2 == 0
+  is_balanced = options.causal and bias_1HTS is None and length % 2 == 0
   if is_balanced:
     parts, own = 2 * devices, jnp.asarray(parts_of_devices(devices))[jax.lax.axis_index(axis)]
     q_BTHK = _exchange(q_BTHK, axis)
@@ -57,10 +56,9 @@ def context_attention(
   of_device = Segments(
     segments_BPT[:, own].reshape(-1, length),
     segments.key_BS,
-    position_PT[own].reshape(-1) if causal else None,
+    position_PT[own].reshape(-1) if options.causal or options.window else None,
   )
-  options = _Options(axis, causal, interpret)
-  o_BTHK = _attend(options, q_BTHK, k_BSHK, v_BSHK, bias_1HTS, of_device)
+  o_BTHK = _attend(axis, options, q_BTHK, k_BSGK, v_BSGK, bias_1HTS, of_device)
   return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
 
 
@@ -87,39 +85,28 @@ def _exchange(x_BTHK: Array, axis: str, back: bool = False) -> Array:
   return jnp.concatenate(received, axis=1)
 
 
-class _Options(NamedTuple):
-  """The arguments of `context_attention` that are constants of the program."""
-
-  axis: str
-  causal: bool
-  interpret: bool
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, *operands: Any) -> Array:
-  return _forward(options, *operands)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(axis: str, options: FlashOptions, *operands: Any) -> Array:
+  return _forward(axis, options, *operands)[0]
 
 
 def _forward(
-  options: _Options, q: Array, k: Array, v: Array, bias: Any, segments: Segments
+  axis: str, options: FlashOptions, q: Array, k: Array, v: Array, bias: Any, segments: Segments
 ) -> tuple[Array, tuple]:
-  axis, causal, interpret = options
   whole = _gather(k, axis), _gather(v, axis)
-  out, saved = flash_attention.forward(q, *whole, bias, segments, causal, interpret)
+  out, saved = flash_attention.forward(q, *whole, bias, segments, options)
   inputs, *others = saved
   return out, (inputs._replace(k=k, v=v), *others)
 
 
-def _backward(options: _Options, saved: tuple, do: Array) -> tuple:
-  axis, causal, interpret = options
+def _backward(axis: str, options: FlashOptions, saved: tuple, do: Array) -> tuple:
   inputs, *others = saved
-  batch, _, heads, size = inputs.q.shape
-  shape = (batch, inputs.key_segments.shape[1], heads, size)
+  shape = (*inputs.key_segments.shape, inputs.k.shape[2], inputs.q.shape[3])
   # Without the barrier XLA would keep the keys and values that the forward pass gathered.
   k, v, do = jax.lax.optimization_barrier((inputs.k, inputs.v, do))
   k, v = (flash_attention.pad_to(_gather(x, axis), shape) for x in (k, v))
   saved = (inputs._replace(k=k, v=v), *others)
-  dq, dk, dv, dbias, _ = flash_attention.backward(causal, interpret, saved, do)
+  dq, dk, dv, dbias, _ = flash_attention.backward(options, saved, do)
   dk, dv = (jax.lax.psum_scatter(x, axis, scatter_dimension=1, tiled=True) for x in (dk, dv))
   return dq, dk, dv, dbias, None
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from rosetta_t5.kernels.xla_attention import soft_cap
 from rosetta_t5.parallel.axis_rules import context_shards
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
@@ -121,11 +122,13 @@ class LogitFactors(NamedTuple):
     hidden_BTD: the decoder's last activations.
     kernel_DV: the output layer's kernel; the logits are computed in its type.
     excluded_token: a token whose probability is 0 whatever its logit; None for no such token.
+    softcap: c of the soft limit of the logits, c·tanh(hidden·kernel/c); None for no limit.
   """
 
   hidden_BTD: Float[Array, "B T D"]
   kernel_DV: Float[Array, "D V"]
   excluded_token: Int[Array, ""] | None = None
+  softcap: float | Float[Array, ""] | None = None
 
 
 class ChunkedLoss(NamedTuple):
@@ -165,16 +168,15 @@ def _forward(
   label_smoothing: float,
   chunk: int,
 ) -> tuple[ChunkedLoss, tuple]:
-  hidden_BTD, kernel_DV, excluded = factors
 
   def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, targets_BC = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV, excluded)
+    logits_BCV = _logits(hidden_BCD, factors)
     loss, residuals = loss_and_residuals(logits_BCV, targets_BC, z_loss, label_smoothing)
     *_, highest, total = residuals
     return (*loss, correct_predictions(logits_BCV, targets_BC), highest, total)
 
-  parts = _split(hidden_BTD, chunk), _split(targets_BT, chunk)
+  parts = _split(factors.hidden_BTD, chunk), _split(targets_BT, chunk)
   length = targets_BT.shape[1]
   *outputs, highest, total = (_join(array, length) for array in jax.lax.map(one_chunk, parts))
   z_loss = jnp.asarray(z_loss, jnp.float32)
@@ -182,16 +184,19 @@ def _forward(
 
 
 def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: ChunkedLoss) -> tuple:
-  (hidden_BTD, kernel_DV, excluded), targets_BT, z_loss, highest, total = residuals
+  factors, targets_BT, z_loss, highest, total = residuals
+  hidden_BTD, kernel_DV, excluded, softcap = factors
   per_token = (targets_BT, highest, total, grads.loss_BT, grads.z_loss_BT)
 
   def one_chunk(carry: tuple[jax.Array, jax.Array], part: tuple) -> tuple[tuple, jax.Array]:
     grad_kernel_DV, grad_z_loss = carry
     hidden_BCD, targets, highest, total, grad_loss, grad_z = part
-    logits_BCV = _logits(hidden_BCD, kernel_DV, excluded)
+    logits_BCV = _logits(hidden_BCD, factors)
     grad_BCV, _, grad_z_part = logits_gradient(
       label_smoothing, (logits_BCV, targets, z_loss, highest, total), (grad_loss, grad_z)
     )
+    if softcap is not None:
+      grad_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
     grad_BCV = set_logit(grad_BCV, excluded, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
     grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
@@ -205,7 +210,7 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
   carry = (jnp.zeros_like(kernel_DV), jnp.zeros((), jnp.float32))
   (grad_kernel_DV, grad_z_loss), grad_hidden = jax.lax.scan(one_chunk, carry, tuple(parts))
   grad_hidden_BTD = _join(grad_hidden, targets_BT.shape[1]).astype(hidden_BTD.dtype)
-  return LogitFactors(grad_hidden_BTD, grad_kernel_DV, None), None, grad_z_loss
+  return LogitFactors(grad_hidden_BTD, grad_kernel_DV), None, grad_z_loss
 
 
 chunked_cross_entropy.defvjp(_forward, _backward)
@@ -223,9 +228,10 @@ def set_logit(
   return jnp.where(is_token_11V, jnp.asarray(value, logits_BTV.dtype), logits_BTV)
 
 
-def _logits(hidden_BCD: jax.Array, kernel_DV: jax.Array, excluded: jax.Array | None) -> jax.Array:
-  logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD.astype(kernel_DV.dtype), kernel_DV)
-  return set_logit(logits_BCV, excluded)
+def _logits(hidden_BCD: jax.Array, factors: LogitFactors) -> jax.Array:
+  hidden_BCD = hidden_BCD.astype(factors.kernel_DV.dtype)
+  logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, factors.kernel_DV)
+  return set_logit(soft_cap(logits_BCV, factors.softcap), factors.excluded_token)
 
 
 def _split(array_BT: jax.Array, chunk: int, padding: int = 0) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.kernels import flash_kernels
 from rosetta_t5.kernels.flash_kernels import (
@@ -27,8 +27,6 @@ from rosetta_t5.kernels.flash_kernels import (
   Segments,
   Setting,
   TileRange,
-  tile_range,
-  visible_tiles,
 )
 from rosetta_t5.parallel.axis_rules import target_device
 from rosetta_t5.telemetry.gpus import gpu_of
@@ -42,10 +40,26 @@ _NO_KEY = -1
 _NO_QUERY = -2
 
 # The dimensions that a kernel's programs are distributed over. The letters are those of shapes in
-# names: b batch, t query, s key, h head, k head size; T and S count tiles of queries and of keys.
+# names: b batch, t query, s key, h head, g head of keys, k head size; T and S count tiles of queries and of keys.
 _GRIDS = {"forward": "tbh", "query_gradient": "tbh", "key_gradient": "sbh", "bias_gradient": "tsh"}
-_INPUT_DIMS = Inputs("bthk", "bshk", "bshk", "hts", "bt", "bs", "t")
+_INPUT_DIMS = Inputs("bthk", "bsgk", "bsgk", "hts", "bt", "bs", "t")
 _RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
+
+
+class FlashOptions(NamedTuple):
+  """What is computed.
+
+  Attributes:
+    causal: whether a query does not see the keys after it.
+    window: a query sees keys at a distance of less than this; None for all distances.
+    softcap: c of the soft limit of q·k, c·tanh(q·k/c); None for no limit.
+    interpret: whether to run without a GPU, slowly.
+  """
+
+  causal: bool = False
+  window: int | None = None
+  softcap: float | None = None
+  interpret: bool = False
 
 
 class KernelSettings(NamedTuple):
@@ -94,15 +108,14 @@ def tiling_for(size: int, device_kind: str) -> Tiling:
   return _TILINGS[64 if size <= 64 else 128, reads_shared_memory]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def flash_attention(
   q_BTHK: Float[Array, "B T H K"],
-  k_BSHK: Float[Array, "B S H K"],
-  v_BSHK: Float[Array, "B S H K"],
+  k_BSGK: Float[Array, "B S G K"],
+  v_BSGK: Float[Array, "B S G K"],
   bias_1HTS: Float[Array, "1 H T S"] | None,
   segments: Segments,
-  causal: bool = False,
-  interpret: bool = False,
+  options: FlashOptions,
 ) -> Float[Array, "B T H K"]:
   """Returns softmax(q·k + bias)·v over the keys of each query's segment, in the type of q.
 
@@ -110,85 +123,89 @@ def flash_attention(
 
   Args:
     q_BTHK: queries, not scaled.
-    k_BSHK: keys.
-    v_BSHK: values.
+    k_BSGK: keys. G divides H; consecutive heads of queries share a head of keys (grouped queries).
+    v_BSGK: values.
     bias_1HTS: added to the logits; its gradient is [1, H, T, S].
     segments: which query sees which key.
-    causal: whether a query does not see the keys after it.
-    interpret: whether to run without a GPU, slowly.
+    options: what else is computed.
   """
-  return forward(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments, causal, interpret)[0]
-
-
-class _Run(NamedTuple):
-  """What the kernels of one call share: the number of keys, and two arguments."""
-
-  keys: int
-  causal: bool
-  interpret: bool
+  return forward(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, segments, options)[0]
 
 
 def forward(
   q_BTHK: Array,
-  k_BSHK: Array,
-  v_BSHK: Array,
+  k_BSGK: Array,
+  v_BSGK: Array,
   bias_1HTS: Array | None,
   segments: Segments,
-  causal: bool,
-  interpret: bool,
+  options: FlashOptions,
 ) -> tuple[Array, tuple]:
   """Returns `flash_attention`, and what `backward` needs: padded inputs, outputs, and the shapes."""
-  inputs = _pad_to_tiles(q_BTHK, k_BSHK, v_BSHK, bias_1HTS, segments)
-  run = _Run(k_BSHK.shape[1], causal, interpret)
+  inputs = _pad_to_tiles(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, segments)
   outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32)]
-  o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, run)
-  residuals = (inputs, o_BTHK, log2_total_BHT, (q_BTHK.shape, k_BSHK.shape, bias_1HTS))
+  o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, k_BSGK.shape[1], options)
+  residuals = (inputs, o_BTHK, log2_total_BHT, (q_BTHK.shape, k_BSGK.shape, bias_1HTS))
   return o_BTHK[:, : q_BTHK.shape[1], :, : q_BTHK.shape[3]], residuals
 
 
-def backward(causal: bool, interpret: bool, residuals: tuple, do: Array) -> tuple:
+def backward(options: FlashOptions, residuals: tuple, do: Array) -> tuple:
   """Returns the gradients of `flash_attention`'s arguments."""
   inputs, o_BTHK, log2_total_BHT, (q_shape, k_shape, bias_1HTS) = residuals
   do_BTHK = pad_to(do, o_BTHK.shape)
   weighted = o_BTHK.astype(jnp.float32) * do_BTHK.astype(jnp.float32)
   delta_BHT = jnp.sum(weighted, axis=-1).transpose(0, 2, 1)
   arguments = (inputs, Residuals(do_BTHK, log2_total_BHT, delta_BHT))
-  run = _Run(k_shape[1], causal, interpret)
+  run = functools.partial(_call, arguments=arguments, keys=k_shape[1], options=options)
 
-  (dq_BTHK,) = _call("query_gradient", arguments, [("bthk", inputs.q.dtype)], run)
+  (dq_BTHK,) = run("query_gradient", outputs=[("bthk", inputs.q.dtype)])
+  # Each head of queries has a gradient of its keys; those of a group are added.
   outputs = [("bshk", inputs.k.dtype), ("bshk", inputs.v.dtype)]
-  dk_BSHK, dv_BSHK = _call("key_gradient", arguments, outputs, run)
+  dk_BSHK, dv_BSHK = run("key_gradient", outputs=outputs)
   dq = dq_BTHK[:, : q_shape[1], :, : q_shape[3]]
-  dk, dv = (d[:, : k_shape[1], :, : k_shape[3]] for d in (dk_BSHK, dv_BSHK))
+  dk, dv = (
+    _sum_groups(d[:, : k_shape[1], :, : k_shape[3]], k_shape[2]) for d in (dk_BSHK, dv_BSHK)
+  )
   if bias_1HTS is None:
     return dq, dk, dv, None, None
-  (dbias_HTS,) = _call("bias_gradient", arguments, [("hts", bias_1HTS.dtype)], run)
+  (dbias_HTS,) = run("bias_gradient", outputs=[("hts", bias_1HTS.dtype)])
   return dq, dk, dv, dbias_HTS[None, :, : q_shape[1], : k_shape[1]], None
 
 
 flash_attention.defvjp(forward, backward)
 
 
-def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, ...]:
+def _sum_groups(d_BSHK: Array, groups: int) -> Array:
+  """Returns [B, S, G, K], the sums over the consecutive heads that share a head of keys."""
+  batch, keys, heads, size = d_BSHK.shape
+  if heads == groups:
+    return d_BSHK
+  return d_BSHK.reshape(batch, keys, groups, heads // groups, size).sum(axis=3)
+
+
+def _call(
+  name: str, arguments: tuple, outputs: Any, keys: int, options: FlashOptions
+) -> tuple[Array, ...]:
   """Runs a kernel.
 
   Args:
     name: of the kernel, without `_kernel`.
     arguments: `Inputs` and, for the backward kernels, `Residuals`, padded to whole tiles.
     outputs: the dimensions and the type of each output.
-    run: what the kernels share.
+    keys: the number of keys, without padding.
+    options: what is computed.
   """
   inputs, grid = arguments[0], _GRIDS[name]
   settings = getattr(tiling_for(inputs.q.shape[3], target_device().device_kind), name)
   kernel = getattr(flash_kernels, f"{name}_kernel")
-  work, work_dims = _work(grid[:2], arguments, settings, run.causal)
+  work, work_dims = _work(grid[:2], arguments, settings, options)
   absent = {name: None for name, array in inputs._asdict().items() if array is None}
   dims = (_INPUT_DIMS._replace(**absent), _RESIDUAL_DIMS)[: len(arguments)] + work_dims
   batch, length, heads, size = inputs.q.shape
   sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
+  sizes["g"] = inputs.k.shape[2]
   blocks = {"t": settings.block_t, "s": settings.block_s}
   spec = functools.partial(_block_spec, grid, sizes, blocks)
-  setting = Setting(settings.block_t, settings.block_s, run.keys, run.causal, run.interpret)
+  setting = Setting(settings.block_t, settings.block_s, keys, *options)
   return pl.pallas_call(
     functools.partial(kernel, setting=setting),
     grid=tuple(sizes[dim] // blocks.get(dim, 1) for dim in grid),
@@ -198,18 +215,18 @@ def _call(name: str, arguments: tuple, outputs: Any, run: _Run) -> tuple[Array, 
       jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
     ),
     compiler_params=plt.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
-    interpret=run.interpret,
+    interpret=options.interpret,
     name=kernel.__name__,
   )(*arguments, *work)
 
 
 def _work(
-  grid: str, arguments: tuple, settings: KernelSettings, causal: bool
+  grid: str, arguments: tuple, settings: KernelSettings, options: FlashOptions
 ) -> tuple[tuple, tuple]:
   """Returns the arrays that state which tiles each program of a kernel computes, and their dimensions."""
   inputs = arguments[0]
   segments = Segments(inputs.query_segments, inputs.key_segments, inputs.query_positions)
-  visible_BTS = visible_tiles(segments, settings.block_t, settings.block_s, causal)
+  visible_BTS = visible_tiles(segments, settings.block_t, settings.block_s, options)
   if grid == "tb":
     return (tile_range(visible_BTS),), (TileRange("bT", "bT"),)
   if grid == "sb":
@@ -221,6 +238,56 @@ def _work(
   return (examples_TSB, jnp.sum(visible_BTS, axis=0, dtype=jnp.int32)), ("TSb", "TS")
 
 
+def visible_tiles(
+  segments: Segments, block_t: int, block_s: int, options: FlashOptions
+) -> Bool[Array, "B queries keys"]:
+  """Returns which tiles of `block_t` queries and `block_s` keys must be computed.
+
+  The others have no visible pair. A tile is assumed to contain all segments between its lowest and its
+  highest, which is exact for packed rows, whose segments increase. Padding sees nothing.
+
+  Args:
+    segments: of whole tiles; padding is 0 or less.
+    block_t: the number of queries in a tile.
+    block_s: the number of keys in a tile.
+    options: causality and the window.
+  """
+  lowest_q, highest_q = _segment_bounds(segments.query_BT, block_t)
+  lowest_k, highest_k = _segment_bounds(segments.key_BS, block_s)
+  visible = (lowest_q[:, :, None] <= highest_k[:, None]) & (
+    lowest_k[:, None] <= highest_q[:, :, None]
+  )
+  position_T = segments.query_position_T
+  if position_T is None:
+    position_T = jnp.arange(visible.shape[1] * block_t)
+  position_TX = position_T.reshape(-1, block_t)
+  first_query, last_query = (f(position_TX, axis=1)[None, :, None] for f in (jnp.min, jnp.max))
+  first_key = (jnp.arange(visible.shape[2]) * block_s)[None, None]
+  if options.causal:
+    visible &= last_query >= first_key
+  if options.window is not None:
+    visible &= first_query - (first_key + block_s - 1) < options.window
+    visible &= first_key - last_query < options.window
+  return visible
+
+
+def tile_range(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
+  """Returns the range from the first to the last chosen element of the last axis.
+
+  If none is chosen, `first` is the last element and `end` is 0.
+  """
+  number = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
+  first = jnp.min(jnp.where(chosen, number, chosen.shape[-1] - 1), axis=-1)
+  return TileRange(first, jnp.max(jnp.where(chosen, number + 1, 0), axis=-1))
+
+
+def _segment_bounds(ids: Array, block: int) -> tuple[Array, Array]:
+  """Returns the lowest and the highest segment of each tile; they exclude each other for padding."""
+  tiles = ids.reshape(ids.shape[0], -1, block)
+  lowest = jnp.min(jnp.where(tiles > 0, tiles, jnp.iinfo(ids.dtype).max), axis=-1)
+  return lowest, jnp.max(jnp.maximum(tiles, 0), axis=-1)
+
+
 def _block_spec(
   grid: str, sizes: dict[str, int], blocks: dict[str, int], dims: str
 ) -> pl.BlockSpec:
@@ -228,10 +295,15 @@ def _block_spec(
 
   def size(dim: str) -> int | None:
     # A program has one example, one head and, along T and S, which count tiles, one tile.
-    return blocks.get(dim) if dim.lower() in grid else sizes[dim]
+    return blocks.get(dim) if dim.lower() in f"{grid}g" else sizes[dim]
+
+  def position(dim: str, program: tuple) -> Any:
+    if dim == "g":
+      return program[grid.index("h")] // (sizes["h"] // sizes["g"])
+    return program[grid.index(dim.lower())] if dim.lower() in grid else 0
 
   def index(*program: Any) -> tuple:
-    return tuple(program[grid.index(dim.lower())] if dim.lower() in grid else 0 for dim in dims)
+    return tuple(position(dim, program) for dim in dims)
 
   return pl.BlockSpec(tuple(size(dim) for dim in dims), index)
 
@@ -247,8 +319,8 @@ def _pad_to_tiles(
   position_T = segments.query_position_T
   return Inputs(
     pad_to(q, (batch, length, heads, size)),
-    pad_to(k, (batch, keys, heads, size)),
-    pad_to(v, (batch, keys, heads, size)),
+    pad_to(k, (batch, keys, k.shape[2], size)),
+    pad_to(v, (batch, keys, k.shape[2], size)),
     None if bias_1HTS is None else pad_to(bias_1HTS[0], (heads, length, keys)),
     pad_to(query_BT, (batch, length), _NO_QUERY),
     pad_to(key_BS, (batch, keys), _NO_KEY),

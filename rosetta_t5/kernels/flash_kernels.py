@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from rosetta_t5.kernels.xla_attention import MASKED_LOGIT
+from rosetta_t5.kernels.xla_attention import MASKED_LOGIT, soft_cap
 
 # GPUs compute powers of 2, so the softmax uses these.
 _LOG2_E = math.log2(math.e)
@@ -35,7 +35,9 @@ class Setting(NamedTuple):
     block_t: the number of queries in a tile.
     block_s: the number of keys in a tile.
     keys: the number of keys, without those that pad the last tile.
-    causal: whether a query does not see the keys after it.
+    causal: see `FlashOptions`, also for the others.
+    window: a query sees keys at a distance of less than this.
+    softcap: the soft limit of q·k.
     interpret: whether the kernel runs without a GPU.
   """
 
@@ -43,6 +45,8 @@ class Setting(NamedTuple):
   block_s: int
   keys: int
   causal: bool
+  window: int | None
+  softcap: float | None
   interpret: bool
 
 
@@ -89,7 +93,7 @@ def forward_kernel(
     k, v, bias = _key_tile(x, s, setting)
     key_segments = _key_segments(x, s, setting)[None]
     visible = _visible(query_segments, key_segments, positions, t, s, setting)
-    logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
+    logits, _ = _logits(plt.dot(q, k, trans_b=True), bias, visible, setting)
     new_highest = jnp.maximum(highest, jnp.max(logits, axis=1) * _LOG2_E)
     shrink = jnp.exp2(highest - new_highest)
     weights = _power(logits, new_highest[:, None], setting)
@@ -137,10 +141,10 @@ def query_gradient_kernel(
     k, v, bias = _key_tile(x, s, setting)
     key_segments = _key_segments(x, s, setting)[None]
     visible = _visible(query_segments, key_segments, positions, t, s, setting)
-    logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
+    logits, slope = _logits(plt.dot(q, k, trans_b=True), bias, visible, setting)
     weights = _power(logits, log2_total[:, None], setting)
     dlogits = weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
-    return dq + plt.dot(dlogits.astype(k.dtype), k)
+    return dq + plt.dot(_uncapped(dlogits, slope).astype(k.dtype), k)
 
   # The loop runs at least once, also for padding. If the assembler had to expect that it does not run,
   # it would let Hopper's tensor cores finish each instruction before the next.
@@ -175,11 +179,11 @@ def key_gradient_kernel(
     do, log2_total, delta = (ref[at] for ref in residuals)
     positions = None if x.query_positions is None else x.query_positions[at][None]
     visible = _visible(x.query_segments[at][None], key_segments, positions, t, s, setting)
-    logits = _masked(plt.dot(k, q, trans_b=True), bias, visible)
+    logits, slope = _logits(plt.dot(k, q, trans_b=True), bias, visible, setting)
     weights = _power(logits, log2_total[None], setting)
     dlogits = weights * (plt.dot(v, do, trans_b=True) - delta[None])
     dv += plt.dot(weights.astype(do.dtype), do)
-    return dk + plt.dot(dlogits.astype(q.dtype), q), dv
+    return dk + plt.dot(_uncapped(dlogits, slope).astype(q.dtype), q), dv
 
   zeros = jnp.zeros(k.shape, jnp.float32)
   tiles = (query_tiles.first[...], query_tiles.end[...])
@@ -226,7 +230,7 @@ def bias_gradient_kernel(
     do, log2_total, delta = (ref[b] for ref in residuals)
     query_segments, key_segments = x.query_segments[b][:, None], x.key_segments[b][None]
     visible = _visible(query_segments, key_segments, positions, t, s, setting)
-    logits = _masked(plt.dot(q, k, trans_b=True), bias, visible)
+    logits, _ = _logits(plt.dot(q, k, trans_b=True), bias, visible, setting)
     weights = _power(logits, log2_total[:, None], setting)
     return dbias + weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
 
@@ -259,7 +263,7 @@ def _visible(
   positions have the shape of their segments.
   """
   visible = query_segments == key_segments
-  if not setting.causal:
+  if not setting.causal and setting.window is None:
     return visible
   query_axis = 0 if query_segments.shape[1] == 1 else 1
   # Triton needs the shape of an iota, so these are not broadcast implicitly.
@@ -267,14 +271,29 @@ def _visible(
   if query is None:
     query = t * setting.block_t + jax.lax.broadcasted_iota(jnp.int32, visible.shape, query_axis)
   key = s * setting.block_s + jax.lax.broadcasted_iota(jnp.int32, visible.shape, 1 - query_axis)
-  return visible & (query >= key)
+  if setting.causal:
+    visible &= query >= key
+  if setting.window is not None:
+    visible &= (query - key < setting.window) & (key - query < setting.window)
+  return visible
 
 
-def _masked(logits: Array, bias: Array | None, visible: Array) -> Array:
-  logits = logits.astype(jnp.float32)
+def _logits(
+  product: Array, bias: Array | None, visible: Array, setting: Setting
+) -> tuple[Array, Array | None]:
+  """Returns the logits of a tile, and the derivative of the soft limit, None without one."""
+  logits, slope = product.astype(jnp.float32), None
+  if setting.softcap is not None:
+    logits = soft_cap(logits, setting.softcap)
+    slope = 1.0 - jnp.square(logits / setting.softcap)
   if bias is not None:
     logits += bias.astype(jnp.float32)
-  return jnp.where(visible, logits, MASKED_LOGIT)
+  return jnp.where(visible, logits, MASKED_LOGIT), slope
+
+
+def _uncapped(dlogits: Array, slope: Array | None) -> Array:
+  """Returns the gradient of q·k from that of the logits."""
+  return dlogits if slope is None else dlogits * slope
 
 
 def _power(logits: Array, log2_total: Array, setting: Setting) -> Array:
@@ -297,7 +316,7 @@ class Segments(NamedTuple):
   Attributes:
     query_BT: the segments of the queries.
     key_BS: those of the keys.
-    query_position_T: the queries' positions among the keys, for causality; None for 0, 1, ….
+    query_position_T: the queries' positions among the keys; None for 0, 1, ….
   """
 
   query_BT: Int[Array, "B T"]
@@ -313,48 +332,3 @@ class TileRange(NamedTuple):
 
   first: Any
   end: Any
-
-
-def visible_tiles(
-  segments: Segments, block_t: int, block_s: int, causal: bool
-) -> Bool[Array, "B queries keys"]:
-  """Returns which tiles of `block_t` queries and `block_s` keys must be computed.
-
-  The others have no visible pair. A tile is assumed to contain all segments between its lowest and its
-  highest, which is exact for packed rows, whose segments increase. Padding sees nothing.
-
-  Args:
-    segments: of whole tiles; padding is 0 or less.
-    block_t: the number of queries in a tile.
-    block_s: the number of keys in a tile.
-    causal: whether a query does not see the keys after it.
-  """
-  lowest_q, highest_q = _segment_bounds(segments.query_BT, block_t)
-  lowest_k, highest_k = _segment_bounds(segments.key_BS, block_s)
-  visible = (lowest_q[:, :, None] <= highest_k[:, None]) & (
-    lowest_k[:, None] <= highest_q[:, :, None]
-  )
-  if causal:
-    last_query = (jnp.arange(visible.shape[1]) + 1) * block_t - 1
-    if segments.query_position_T is not None:
-      last_query = jnp.max(segments.query_position_T.reshape(-1, block_t), axis=1)
-    first_key = jnp.arange(visible.shape[2]) * block_s
-    visible &= last_query[None, :, None] >= first_key[None, None]
-  return visible
-
-
-def tile_range(chosen: Bool[Array, "*batch tiles"]) -> TileRange:
-  """Returns the range from the first to the last chosen element of the last axis.
-
-  If none is chosen, `first` is the last element and `end` is 0.
-  """
-  number = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, chosen.ndim - 1)
-  first = jnp.min(jnp.where(chosen, number, chosen.shape[-1] - 1), axis=-1)
-  return TileRange(first, jnp.max(jnp.where(chosen, number + 1, 0), axis=-1))
-
-
-def _segment_bounds(ids: Array, block: int) -> tuple[Array, Array]:
-  """Returns the lowest and the highest segment of each tile; they exclude each other for padding."""
-  tiles = ids.reshape(ids.shape[0], -1, block)
-  lowest = jnp.min(jnp.where(tiles > 0, tiles, jnp.iinfo(ids.dtype).max), axis=-1)
-  return lowest, jnp.max(jnp.maximum(tiles, 0), axis=-1)

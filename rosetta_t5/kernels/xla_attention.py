@@ -7,11 +7,8 @@ without copying them, because reading them is most of a step's time.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int
 
 # The logit of a masked key, as in T5X. A query that sees no key attends to all keys equally.
@@ -20,12 +17,13 @@ MASKED_LOGIT = -1e10
 
 def xla_attention(
   q_BTHK: Float[Array, "B T H K"],
-  k_BSHK: Float[Array, "B S H K"],
-  v_BSHK: Float[Array, "B S H Kv"],
+  k_BSGK: Float[Array, "B S G K"],
+  v_BSGK: Float[Array, "B S G Kv"],
   bias_1HTS: Float[Array, "#B #H #T S"] | None = None,
   mask_B1TS: Bool[Array, "#B #H #T S"] | None = None,
-  value_scale_BHS: Float[Array, "B H S"] | None = None,
+  value_scale_BGS: Float[Array, "B G S"] | None = None,
   float32_logits: bool = False,
+  softcap: float | None = None,
 ) -> Float[Array, "B T H Kv"]:
   """Returns softmax(q·k + bias)·v over the visible keys, in the type of `v`.
 
@@ -33,21 +31,29 @@ def xla_attention(
 
   Args:
     q_BTHK: queries.
-    k_BSHK: keys.
-    v_BSHK: values, whose size may differ from the keys'.
+    k_BSGK: keys. G divides H; consecutive heads of queries share a head of keys (grouped queries).
+    v_BSGK: values, whose size may differ from the keys'.
     bias_1HTS: added to the logits.
     mask_B1TS: True where the query may see the key.
-    value_scale_BHS: a factor for each head's value at each key. It carries attention dropout: T5X
+    value_scale_BGS: a factor for each head's value at each key. It carries attention dropout: T5X
       shares the mask between queries, so dropping a weight and dropping a value are equivalent.
     float32_logits: whether logits and softmax are float32 whatever the type of the inputs.
+    softcap: c of the soft limit of q·k, c·tanh(q·k/c) (Gemma 2); None for no limit.
   """
   if float32_logits:
-    q_BTHK, k_BSHK = q_BTHK.astype(jnp.float32), k_BSHK.astype(jnp.float32)
-  logits_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK)
+    q_BTHK, k_BSGK = q_BTHK.astype(jnp.float32), k_BSGK.astype(jnp.float32)
+  if value_scale_BGS is not None:
+    v_BSGK = v_BSGK * value_scale_BGS.transpose(0, 2, 1)[..., None].astype(v_BSGK.dtype)
+  repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
+  k_BSHK, v_BSHK = (x if repeats == 1 else jnp.repeat(x, repeats, 2) for x in (k_BSGK, v_BSGK))
+  logits_BHTS = soft_cap(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK), softcap)
   weights_BHTS = attention_weights(logits_BHTS, bias_1HTS, mask_B1TS).astype(v_BSHK.dtype)
-  if value_scale_BHS is not None:
-    v_BSHK = v_BSHK * value_scale_BHS.transpose(0, 2, 1)[..., None].astype(v_BSHK.dtype)
   return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+
+
+def soft_cap(x: Float[Array, "..."], cap: float | Array | None) -> Float[Array, "..."]:
+  """Returns cap·tanh(x/cap), whose absolute value is less than `cap`; x if `cap` is None."""
+  return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def attention_weights(
@@ -92,64 +98,36 @@ def _add_backward(y_1HTS: Array, grad_BHTS: Array) -> tuple[Array, Array]:
 add_broadcast.defvjp(_add_forward, _add_backward)
 
 
-def bernoulli_of_rows(
-  key: Array, p: float, shape: tuple[int, ...], axis: int, rows: Int[Array, " N"]
-) -> Bool[Array, "..."]:
-  """Returns rows of `jax.random.bernoulli(key, p, shape)`: N of those along the dimension `axis`.
-
-  jax's default generator, threefry, hashes the index of each number, so any of them can be computed
-  alone. The numbers of other generators cannot be; for them the rows get a key of their own.
-
-  Args:
-    key: the random key.
-    p: the probability of True.
-    shape: the shape of the whole array, which has less than 2³² elements.
-    axis: the dimension.
-    rows: the indices along `axis`.
-  """
-  axis %= len(shape)
-  selected = (*shape[:axis], len(rows), *shape[axis + 1 :])
-  words = jax.random.key_data(key)
-  is_hashed = jax.config.values["jax_threefry_partitionable"]
-  if words.shape != (2,) or not is_hashed:
-    return jax.random.bernoulli(jax.random.fold_in(key, rows[0]), p, selected)
-  assert math.prod(shape) < 2**32
-  counts = jnp.zeros(selected, jnp.uint32)
-  for dimension in range(len(shape)):
-    indices = jax.lax.broadcasted_iota(jnp.uint32, selected, dimension)
-    if dimension == axis:
-      indices = jax.lax.broadcast_in_dim(rows.astype(jnp.uint32), selected, (axis,))
-    counts += indices * jnp.uint32(math.prod(shape[dimension + 1 :]))
-  high, low = threefry2x32_p.bind(*words, jnp.zeros_like(counts), counts)
-  # As in `jax.random.uniform`: 23 random bits are the mantissa of a number in [1, 2).
-  mantissa = jax.lax.shift_right_logical(high ^ low, jnp.uint32(9)) | jnp.uint32(0x3F800000)
-  return jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0 < p
-
-
 def cached_attention(
-  q_BTHK: Float[Array, "B T H K"],
-  k_BHKS: Float[Array, "B H K S"],
-  v_BHSK: Float[Array, "B H S Kv"],
-  bias_1HTS: Float[Array, "#B #H #T S"] | None = None,
-  mask_B1TS: Bool[Array, "#B #H #T S"] | None = None,
+  q_BMHK: Float[Array, "B M H K"],
+  k_BGKS: Float[Array, "B G K S"],
+  v_BGSK: Float[Array, "B G S Kv"],
+  bias_1HMS: Float[Array, "#B #H #M S"] | None = None,
+  mask_B1MS: Bool[Array, "#B #H #M S"] | None = None,
   float32_logits: bool = False,
-) -> Float[Array, "B T H Kv"]:
-  """Returns softmax(q·k + bias)·v over the visible keys; see `xla_attention`."""
+  softcap: float | None = None,
+) -> Float[Array, "B M H Kv"]:
+  """Returns softmax(q·k + bias)·v over the visible keys; see `xla_attention`.
+
+  The heads of queries that share a head of keys are rows of one matmul, so that no key is copied.
+  """
   if float32_logits:
-    q_BTHK, k_BHKS = q_BTHK.astype(jnp.float32), k_BHKS.astype(jnp.float32)
-  logits_BHTS = jnp.matmul(q_BTHK.swapaxes(1, 2), k_BHKS)
-  weights_BHTS = attention_weights(logits_BHTS, bias_1HTS, mask_B1TS).astype(v_BHSK.dtype)
-  return jnp.matmul(weights_BHTS, v_BHSK).swapaxes(1, 2)
+    q_BMHK, k_BGKS = q_BMHK.astype(jnp.float32), k_BGKS.astype(jnp.float32)
+  logits_BHMS = _heads(jnp.matmul(_groups(q_BMHK.swapaxes(1, 2), k_BGKS), k_BGKS), q_BMHK)
+  logits_BHMS = soft_cap(logits_BHMS, softcap)
+  weights_BHMS = attention_weights(logits_BHMS, bias_1HMS, mask_B1MS).astype(v_BGSK.dtype)
+  return _heads(jnp.matmul(_groups(weights_BHMS, v_BGSK), v_BGSK), q_BMHK).swapaxes(1, 2)
 
 
 def beam_attention(
   q_BMHK: Float[Array, "B M H K"],
-  k_NHKS: Float[Array, "N H K S"],
-  v_NHSK: Float[Array, "N H S Kv"],
+  k_NGKS: Float[Array, "N G K S"],
+  v_NGSK: Float[Array, "N G S Kv"],
   beam_BMS: Int[Array, "B M S"],
   bias_1HMS: Float[Array, "#B #H #M S"] | None = None,
   mask_B1MS: Bool[Array, "#B #H #M S"] | None = None,
   float32_logits: bool = False,
+  softcap: float | None = None,
 ) -> Float[Array, "B M H Kv"]:
   """Returns `cached_attention` of one query per beam, if other beams may have written earlier positions.
 
@@ -158,29 +136,40 @@ def beam_attention(
 
   Args:
     q_BMHK: one query for each of M beams.
-    k_NHKS: the keys that each beam wrote; N = B·M, with an example's beams next to each other.
-    v_NHSK: the values that each beam wrote.
+    k_NGKS: the keys that each beam wrote; N = B·M, with an example's beams next to each other.
+    v_NGSK: the values that each beam wrote.
     beam_BMS: the beam that wrote the key and value which a beam sees at each position.
     bias_1HMS: added to the logits.
     mask_B1MS: True where the query may see the position.
     float32_logits: whether logits and softmax are float32 whatever the type of the inputs.
+    softcap: see `xla_attention`.
   """
   if float32_logits:
-    q_BMHK, k_NHKS = q_BMHK.astype(jnp.float32), k_NHKS.astype(jnp.float32)
-  batch, beams, heads, _ = q_BMHK.shape
+    q_BMHK, k_NGKS = q_BMHK.astype(jnp.float32), k_NGKS.astype(jnp.float32)
+  batch, beams, _, _ = q_BMHK.shape
   is_writer_BW1MS = beam_BMS[:, None, None] == jnp.arange(beams)[None, :, None, None, None]
   # Only queries and logits are reshaped: XLA would copy reshaped keys and values.
-  q_BHMK = q_BMHK.swapaxes(1, 2)
-  q_NHMK = jnp.repeat(q_BHMK, beams, axis=0)
-  logits_BWHMS = jnp.matmul(q_NHMK, k_NHKS).reshape(batch, beams, heads, beams, -1)
-  logits_BHMS = jnp.where(is_writer_BW1MS, logits_BWHMS, 0).sum(axis=1)
-  weights_BHMS = attention_weights(logits_BHMS, bias_1HMS, mask_B1MS).astype(v_NHSK.dtype)
+  q_NHMK = jnp.repeat(q_BMHK.swapaxes(1, 2), beams, axis=0)
+  logits_NHMS = _heads(jnp.matmul(_groups(q_NHMK, k_NGKS), k_NGKS), q_BMHK)
+  logits_BWHMS = logits_NHMS.reshape(batch, beams, *logits_NHMS.shape[1:])
+  logits_BHMS = soft_cap(jnp.where(is_writer_BW1MS, logits_BWHMS, 0).sum(axis=1), softcap)
+  weights_BHMS = attention_weights(logits_BHMS, bias_1HMS, mask_B1MS).astype(v_NGSK.dtype)
   weights_BWHMS = jnp.where(is_writer_BW1MS, weights_BHMS[:, None], 0)
+  weights_NHMS = weights_BWHMS.reshape(-1, *weights_BHMS.shape[1:])
   # The writers' parts are added in float32, so that the result does not depend on who wrote what.
-  attended_NHMK = jnp.matmul(
-    weights_BWHMS.reshape(-1, *weights_BHMS.shape[1:]),
-    v_NHSK,
-    preferred_element_type=jnp.float32,
-  )
-  attended_BHMK = attended_NHMK.reshape(batch, beams, heads, beams, -1).sum(axis=1)
-  return attended_BHMK.swapaxes(1, 2).astype(v_NHSK.dtype)
+  attended = jnp.matmul(_groups(weights_NHMS, v_NGSK), v_NGSK, preferred_element_type=jnp.float32)
+  attended_NHMK = _heads(attended, q_BMHK)
+  attended_BHMK = attended_NHMK.reshape(batch, beams, *attended_NHMK.shape[1:]).sum(axis=1)
+  return attended_BHMK.swapaxes(1, 2).astype(v_NGSK.dtype)
+
+
+def _groups(x_NHMJ: jax.Array, cached_NGJJ: jax.Array) -> jax.Array:
+  """Returns [N, H, M, J] as [N, G, H/G·M, J], the rows that are multiplied by each of G cached heads."""
+  batch, _, _, size = x_NHMJ.shape
+  return x_NHMJ.reshape(batch, cached_NGJJ.shape[1], -1, size)
+
+
+def _heads(x_NGRJ: jax.Array, q_BMHK: jax.Array) -> jax.Array:
+  """Returns the result of a matmul with rows of `_groups` as [N, H, M, J]."""
+  _, queries, heads, _ = q_BMHK.shape
+  return x_NGRJ.reshape(x_NGRJ.shape[0], heads, queries, -1)

@@ -67,6 +67,11 @@ class BaseModel(abc.ABC):
     return getattr(self.module, "config", None)
 
   @property
+  def pad_id(self) -> int:
+    """The token that is padding, by the network's config; 0 if it does not say."""
+    return getattr(self.network_config, "pad_id", 0)
+
+  @property
   def has_experts(self) -> bool:
     """Whether layers of the network have experts."""
     return has_experts(self.network_config)
@@ -163,7 +168,7 @@ def call_decode_fn(
   for name, value in optional.items():
     if accepts(decode_fn, name):
       params.setdefault(name, value)
-    elif name != "cache_offset" or value:
+    elif name == "initial_index" or value:
       raise ValueError(
         f"the decode function {getattr(decode_fn, '__name__', decode_fn)} needs an argument {name} for "
         "this model (docs/decoding.md explains when)"

@@ -174,7 +174,7 @@ class BaseTransformerModel(BaseModel):
     logits, mutables = outputs if collections else (outputs, {})
     targets = _targets(batch)
     divide_by = self._loss_normalizing_factor
-    factor, weights = losses.get_loss_normalizing_factor_and_weights(divide_by, batch)
+    factor, weights = losses.get_loss_normalizing_factor_and_weights(divide_by, batch, self.pad_id)
     correct = None
     if self._loss_chunk_length:
       token_loss, token_z, correct = chunked_cross_entropy(
@@ -230,7 +230,9 @@ class BaseTransformerModel(BaseModel):
     if packed:
       return packed
     tokens = ("encoder_input_tokens", "decoder_target_tokens")
-    return {name: _is_real(batch[name]).astype("int32") for name in tokens if name in batch}
+    return {
+      name: _is_real(batch[name], self.pad_id).astype("int32") for name in tokens if name in batch
+    }
 
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False
@@ -245,7 +247,7 @@ class BaseTransformerModel(BaseModel):
     outputs = self._logits_or_factors(params, batch, **options)
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
     targets_BT = _targets(batch)
-    weights_BT = batch.get("decoder_loss_weights", targets_BT > 0)
+    weights_BT = batch.get("decoder_loss_weights", targets_BT != self.pad_id)
     if chunk := self._loss_chunk_length:
       log_probs_BT = -chunked_cross_entropy(logits_BTV, targets_BT, 0.0, 0.0, chunk).loss_BT
     else:
@@ -345,7 +347,7 @@ class BaseTransformerModel(BaseModel):
       precomputed = {name: x for name, x in variables.items() if name != "cache"}
       step_arguments["precomputed_variables"] = precomputed
     is_scanned = getattr(self.module, "scan_layers", False)
-    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0}
+    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0, "pad_id": self.pad_id}
     if initial_index_B is not None:
       optional["initial_index"] = initial_index_B
     decodes_BNT, scores_BN = call_decode_fn(
@@ -364,9 +366,9 @@ class BaseTransformerModel(BaseModel):
     return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
 
 
-def _is_real(tokens: jax.Array) -> jax.Array:
-  """Returns whether each position, [B, L], is not padding, which is 0 in all its numbers."""
-  is_real = tokens != 0
+def _is_real(tokens: jax.Array, pad_id: int) -> jax.Array:
+  """Returns whether each position, [B, L], is not padding, which is `pad_id` in all its numbers."""
+  is_real = tokens != pad_id
   # Continuous inputs, such as the frames of a spectrogram, are [B, L, ...].
   return is_real if is_real.ndim == 2 else jnp.any(is_real, axis=tuple(range(2, is_real.ndim)))
 

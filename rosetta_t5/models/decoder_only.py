@@ -51,7 +51,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
     Args:
-      module: the network, called like `networks.decoder.DecoderWrapper`.
+      module: the network, called like `networks.transformer.DecoderWrapper`.
       vocabulary: the SeqIO vocabulary of inputs and targets.
       optimizer_def: the optimizer.
       decode_fn: the decode function that `predict_batch` calls; it must accept `initial_index`.
@@ -114,18 +114,19 @@ class DecoderOnlyModel(BaseTransformerModel):
 
     Args:
       params: the parameters.
-      inputs: [B, T] inputs, shifted right by one position and followed by 0.
+      inputs: [B, T] inputs, shifted right by one position and followed by padding.
       causal_attention_mask: [B, P] 1 where `inputs` has the start token or an input. Only P positions
         are computed; the cache has T.
     """
-    lengths_B = jnp.sum(inputs[:, 1:] != 0, axis=-1)
+    pad_id = self.pad_id
+    lengths_B = jnp.sum(inputs[:, 1:] != pad_id, axis=-1)
     ones = jnp.ones_like(inputs)
     cache = self._empty_cache(params, ones, ones)
     _, variables = self.module.apply(
       {"params": params, "cache": cache},
       decoder_input_tokens=inputs[:, : causal_attention_mask.shape[1]],
-      # Passed as the targets, whose nonzero positions are visible: the start token must be, too.
-      decoder_target_tokens=causal_attention_mask,
+      # Targets that are not padding are visible: the start token must be, too.
+      decoder_target_tokens=jnp.where(causal_attention_mask != 0, pad_id + 1, pad_id),
       decoder_causal_attention=self._get_decoder_causal_attention({_MASK: causal_attention_mask}),
       enable_dropout=False,
       prefill=True,
@@ -167,12 +168,16 @@ class DecoderOnlyModel(BaseTransformerModel):
     """
     mask_BP, tokens_BT = _mask(batch), batch["decoder_input_tokens"]
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
-    inputs_BT = tokens_BT * jnp.pad(mask_BP, ((0, 0), (0, missing)))
+    is_input_BT = jnp.pad(mask_BP, ((0, 0), (0, missing))) != 0
+    inputs_BT = jnp.where(is_input_BT, tokens_BT, self.pad_id)
     cache, lengths_B, *sown = self._compute_kv_cache(params, inputs_BT, mask_BP)
     decodes, aux = self._decode(
       params, inputs_BT, cache, lengths_B, num_decodes, return_all_decodes, decoder_params, rng
     )
-    return remove_prefix(decodes, lengths_B), {**aux, **fraction_left_behind(*sown or ({},))}
+    return remove_prefix(decodes, lengths_B, self.pad_id), {
+      **aux,
+      **fraction_left_behind(*sown or ({},)),
+    }
 
 
 def _mask(batch: Batch) -> jax.Array:
@@ -187,17 +192,19 @@ def _mask(batch: Batch) -> jax.Array:
 
 
 def remove_prefix(
-  sequence: Int[Array, "B *N T"], prefix_length: Int[Array, " B"]
+  sequence: Int[Array, "B *N T"], prefix_length: Int[Array, " B"], pad_id: int = 0
 ) -> Int[Array, "B *N T"]:
-  """Returns the sequences without their first tokens, shifted to the left and padded with 0.
+  """Returns the sequences without their first tokens, shifted to the left and padded.
 
   Args:
-    sequence: token ids, padded with 0.
+    sequence: token ids.
     prefix_length: the number of tokens to remove from each example.
+    pad_id: the token that is padding.
   """
 
   def remove_from_example(tokens: jax.Array, length: jax.Array) -> jax.Array:
     is_kept = jnp.arange(tokens.shape[-1]) >= length
-    return jnp.roll(jnp.where(jnp.broadcast_to(is_kept, tokens.shape), tokens, 0), -length, axis=-1)
+    kept = jnp.where(jnp.broadcast_to(is_kept, tokens.shape), tokens, pad_id)
+    return jnp.roll(kept, -length, axis=-1)
 
   return jax.vmap(remove_from_example)(sequence, prefix_length)

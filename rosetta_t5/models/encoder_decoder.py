@@ -64,7 +64,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
     Args:
-      module: the network, with methods `encode` and `decode` like `networks.t5.Transformer`.
+      module: the network, with methods `encode` and `decode` like `networks.transformer.Transformer`.
       input_vocabulary: the SeqIO vocabulary of the inputs.
       output_vocabulary: the SeqIO vocabulary of the targets.
       optimizer_def: the optimizer.
@@ -119,7 +119,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     )
     if not prefill_decoder_prompt:
       return cache, None
-    lengths_B = jnp.sum(decoder_input_tokens != 0, axis=1)
+    lengths_B = jnp.sum(decoder_input_tokens != self.pad_id, axis=1)
     _, variables = self.module.apply(
       {"params": params, "cache": cache},
       encoded=encoded_inputs,
@@ -175,7 +175,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     inputs_BS, prompts_BT = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     # The end token is removed from prompts, since it would end the decode.
     is_prompt = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
-    prompts_BT = jnp.where(is_prompt, prompts_BT, 0)
+    prompts_BT = jnp.where(is_prompt, prompts_BT, self.pad_id)
     sown: Any = {}
     options = {"mutable": ["intermediates"]} if self.has_experts else {}
     encoded_BSD: Any = self.module.apply(

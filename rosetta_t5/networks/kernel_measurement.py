@@ -7,6 +7,7 @@ result beside its compiled programs.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +29,11 @@ import numpy as np
 import rosetta_t5
 from rosetta_t5.distributed.coordination import broadcast_text
 from rosetta_t5.files import write_atomically
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Visibility
 from rosetta_t5.kernels.fp8 import fp8_matmul
-from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.networks.kernel_choice import (
-  KernelChoice,
-  SegmentMask,
-  choose_attention_kernel,
-  fused_attention,
-)
+from rosetta_t5.networks.config import layer_kinds, replace_config
 from rosetta_t5.networks.layers.dense import Matmul, matmul
-from rosetta_t5.networks.layers.positions import make_boolean_mask
-from rosetta_t5.networks.t5_config import replace_config
+from rosetta_t5.parallel.axis_rules import target_device
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
@@ -52,33 +47,22 @@ _FAILED = "failed"
 Attention = Callable[..., jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCase:
-  """One kind of attention of a step, as one device computes it.
+class KernelChoice(NamedTuple):
+  """The name of an attention kernel and the reason for its choice."""
 
-  Attributes:
-    layers: the number of layers that compute it.
-    batch: the number of examples.
-    queries: the number of queries in a row.
-    keys: the number of keys in a row.
-    heads: the number of heads.
-    head_dim: the size of a head.
-    dtype: the type of queries, keys and values.
-    causal: whether a query does not see the keys after it.
-    has_bias: whether a learned bias is added to the logits.
-    packed: whether a row contains several examples.
-  """
+  name: str
+  reason: str
 
-  layers: int
-  batch: int
-  queries: int
-  keys: int
-  heads: int
-  head_dim: int
-  dtype: str
-  causal: bool
-  has_bias: bool
-  packed: bool
+
+def kernel_of(config: Any) -> KernelChoice:
+  """Returns the kernel that a network's config names, or the one of a network without such a setting."""
+  name = getattr(config, "attention_kernel", "xla")
+  if name == "auto":
+    where = "where it has been measured" if target_device().platform == "gpu" else "on a GPU"
+    return KernelChoice("xla", f"auto: another kernel is chosen only {where}")
+  if name == "flash" and target_device().platform != "gpu":
+    return KernelChoice("flash", "set; interpreted, because there is no GPU: slow")
+  return KernelChoice(name, "set")
 
 
 def with_measured_kernel(
@@ -99,61 +83,71 @@ def with_measured_kernel(
     return model, None
   text = ""
   if jax.process_index() == 0:
-    cases, names = attention_cases(config, batch, mesh), usable_kernels(model, batch, mesh)
+    cases = attention_cases(config, batch, mesh, getattr(model, "is_prefix_lm", False))
+    names = usable_kernels(cases, target_device())
     text = json.dumps(_stored_or(functools.partial(choose_fastest, cases, names), cases, names))
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
   return replace_config(model, attention_kernel=choice.name), choice
 
 
 def attention_cases(
-  config: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]
+  config: Any, batch: Mapping[str, Any], mesh: Mapping[str, int], has_prefix: bool = False
 ) -> list[AttentionCase]:
-  """Returns the kinds of attention in a step of a `T5Config` or `TransformerConfig`.
+  """Returns the kinds of attention in a step of a network with a `NetworkConfig`.
 
   Args:
     config: the network's config.
     batch: the shape and type of each feature of the global batch.
     mesh: the size of each mesh axis.
+    has_prefix: whether the first positions of a causal row see each other.
   """
-  shards, heads = mesh.get(MODEL_AXIS, 1), config.num_heads
-  size, decoder = batch["decoder_target_tokens"].shape
+  sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
+  lengths = {side: batch[name].shape[1] for side, name in sides.items() if name in batch}
+  size, shards = batch["decoder_target_tokens"].shape[0], mesh.get(MODEL_AXIS, 1)
+  # If the heads cannot be split, each device computes all of them.
+  shards = 1 if config.kv_heads % shards else shards
   make = functools.partial(
     AttentionCase,
     batch=max(1, min(size // count_batch_shards(mesh), _LARGEST_BATCH)),
-    heads=heads // shards if heads % shards == 0 else heads,  # else each device computes all heads
+    heads=config.num_heads // shards,
+    kv_heads=config.kv_heads // shards,
     head_dim=config.head_dim,
     dtype=jnp.dtype(config.dtype).name,
     packed="decoder_segment_ids" in batch,
+    softcap=config.attention_softcap,
+    context_shards=mesh.get(CONTEXT_AXIS, 1),
   )
-  biased = getattr(config, "positions", "relative") == "relative"
-  if "encoder_input_tokens" not in batch:
-    return [
-      make(layers=config.num_layers, queries=decoder, keys=decoder, causal=True, has_bias=biased)
-    ]
-  encoder = batch["encoder_input_tokens"].shape[1]
-  above, below = config.num_decoder_layers, config.num_encoder_layers
+  cases = []
+  for side, length in reversed(lengths.items()):
+    kinds = layer_kinds(config, side)
+    for window, layers in collections.Counter(kind.window for kind in kinds).items():
+      case = make(
+        queries=length,
+        keys=length,
+        layers=layers,
+        window=window,
+        causal=side == "decoder",
+        has_prefix=has_prefix and side == "decoder",
+        has_bias=config.positions == "relative",
+      )
+      cases.append(case)
+    if crossing := sum(kind.crosses for kind in kinds):
+      cases.append(make(queries=length, keys=lengths["encoder"], layers=crossing))
+  return cases
+
+
+def usable_kernels(cases: Sequence[AttentionCase], device: Any) -> list[str]:
+  """Returns the kernels that compute all cases on a device; `xla` is always the first."""
   return [
-    make(layers=above, queries=decoder, keys=decoder, causal=True, has_bias=biased),
-    make(layers=below, queries=encoder, keys=encoder, causal=False, has_bias=biased),
-    make(layers=above, queries=decoder, keys=encoder, causal=False, has_bias=False),
+    name
+    for name, kernel in KERNELS.items()
+    if not any(kernel.refuses(case, device) for case in cases)
   ]
-
-
-def usable_kernels(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-  """Returns the kernels that accept the model's dtype, sizes and masks; `xla` is always the first.
-
-  Args:
-    model: the model.
-    batch: the shape and type of each feature of the global batch.
-    mesh: the size of each mesh axis.
-  """
-  fused = ("flash",) if mesh.get(CONTEXT_AXIS, 1) > 1 else ("cudnn", "flash")
-  return ["xla", *(name for name in fused if _can_train(model, name, batch))]
 
 
 def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], Any]:
   """Returns one of our kernels, forward and backward, as a function, and the shapes of its inputs."""
-  return _forward_and_backward(_kernel(name)), jax.eval_shape(lambda: _example(case))
+  return _forward_and_backward(_kernel(name, case)), jax.eval_shape(lambda: _example(case))
 
 
 def choose_fastest(
@@ -167,18 +161,18 @@ def choose_fastest(
   Args:
     cases: what a step computes.
     names: the candidates; the first one is chosen if none is better.
-    kernels: the candidates' functions (q, k, v, bias, mask) → output; None for ours.
+    kernels: the candidates' functions (q, k, v, bias, visible) → output; None for ours.
     seconds: how long each kernel is timed.
   """
-  kernels = kernels or {name: _kernel(name) for name in names}
   times = dict.fromkeys(names, 0.0)
   problems: dict[str, str] = {}
   for case, name in itertools.product(cases, names):
     if name in problems:
       continue
+    kernel = kernels[name] if kernels else _kernel(name, case)
     try:
-      error, limit = kernel_error(case, kernels[name]), _error_limit(case)
-      run = jax.jit(_forward_and_backward(kernels[name]))
+      error, limit = kernel_error(case, kernel), _error_limit(case)
+      run = jax.jit(_forward_and_backward(kernel))
       times[name] += case.layers * _time(run, _example(case), seconds / len(cases))
     except Exception as failure:  # a kernel that fails here cannot be used, whatever the reason
       problems[name] = f"{_FAILED} ({str(failure).splitlines()[0][:80]})"
@@ -199,12 +193,12 @@ def kernel_error(case: AttentionCase, kernel: Attention) -> float:
 
   Args:
     case: what is computed, on random numbers, with padding at the end of each row.
-    kernel: (q, k, v, bias, mask) → output.
+    kernel: (q, k, v, bias, visible) → output.
   """
   example = _example(dataclasses.replace(case, batch=min(case.batch, 2)))
   inputs, *others = example
   precise = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-  exact = jax.jit(_forward_and_backward(_kernel("xla")))(precise, *others)
+  exact = jax.jit(_forward_and_backward(_kernel("xla", case)))(precise, *others)
   found = jax.jit(_forward_and_backward(kernel))(*example)
   return max(map(_relative_difference, jax.tree.leaves(found), jax.tree.leaves(exact)))
 
@@ -212,7 +206,7 @@ def kernel_error(case: AttentionCase, kernel: Attention) -> float:
 @functools.cache
 def _error_limit(case: AttentionCase) -> float:
   """Returns the largest error with which a kernel counts as correct; NaN if the reference is not."""
-  error = kernel_error(case, _kernel("xla"))
+  error = kernel_error(case, _kernel("xla", case))
   return _ERROR_RATIO * error + _ERROR_FLOOR if np.isfinite(error) else np.nan
 
 
@@ -278,19 +272,20 @@ def _time(run: Callable[..., Any], inputs: Sequence[Any], seconds: float) -> flo
   return (time.perf_counter() - started) / calls
 
 
-def _example(case: AttentionCase) -> tuple[tuple, SegmentMask, jax.Array]:
-  """Returns (q, k, v, bias), the mask, and the weights of the outputs, 0 for padding."""
+def _example(case: AttentionCase) -> tuple[tuple, Visibility, jax.Array]:
+  """Returns (q, k, v, bias), the visibility, and the weights of the outputs, 0 for padding."""
   keys = iter(jax.random.split(jax.random.PRNGKey(0), 5))
 
   def draw(*shape: int) -> jax.Array:
     return jax.random.normal(next(keys), shape, jnp.float32).astype(case.dtype)
 
-  heads = (case.heads, case.head_dim)
-  q, k, v = (draw(case.batch, length, *heads) for length in (case.queries, case.keys, case.keys))
+  q = draw(case.batch, case.queries, case.heads, case.head_dim)
+  k, v = (draw(case.batch, case.keys, case.kv_heads, case.head_dim) for _ in range(2))
   bias = draw(1, case.heads, case.queries, case.keys) if case.has_bias else None
   query, key = (_segments(case, length) for length in (case.queries, case.keys))
-  weights = draw(case.batch, case.queries, *heads) * (query > 0)[:, :, None, None]
-  return (q * case.head_dim**-0.5, k, v, bias), SegmentMask(query, key, case.causal), weights
+  weights = draw(*q.shape) * (query > 0)[:, :, None, None]
+  visible = Visibility(query, key, causal=case.causal, window=case.window, packed=case.packed)
+  return (q * case.head_dim**-0.5, k, v, bias), visible, weights
 
 
 def _segments(case: AttentionCase, length: int) -> jax.Array:
@@ -304,47 +299,20 @@ def _segments(case: AttentionCase, length: int) -> jax.Array:
 def _forward_and_backward(kernel: Attention) -> Callable[..., Any]:
   """Returns a function of an example: the output at real positions, and the gradients of the inputs."""
 
-  def total(inputs: tuple, mask: SegmentMask, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    output = kernel(*inputs, mask)
+  def total(inputs: tuple, visible: Visibility, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    output = kernel(*inputs, visible)
     return jnp.sum(output.astype(jnp.float32) * weights), output * (weights != 0)
 
-  def run(inputs: tuple, mask: SegmentMask, weights: jax.Array) -> tuple[jax.Array, tuple]:
-    (_, output), gradients = jax.value_and_grad(total, has_aux=True)(inputs, mask, weights)
+  def run(inputs: tuple, visible: Visibility, weights: jax.Array) -> tuple[jax.Array, tuple]:
+    (_, output), gradients = jax.value_and_grad(total, has_aux=True)(inputs, visible, weights)
     return output, gradients
 
   return run
 
 
-def _kernel(name: str) -> Attention:
-  """Returns one of our kernels as a function (q, k, v, bias, mask) → output."""
-  if name != "xla":
-    return functools.partial(fused_attention, name)
-
-  def attend(q: Any, k: Any, v: Any, bias: Any, mask: SegmentMask) -> jax.Array:
-    visible = make_boolean_mask(
-      mask.query_BT > 0, mask.key_BS > 0, mask.query_BT, mask.key_BS, mask.causal
-    )
-    return xla_attention(q, k, v, bias, visible)
-
-  return attend
-
-
-def _can_train(model: Any, name: str, batch: Mapping[str, Any]) -> bool:
-  """Returns whether the kernel accepts the model's dtype, sizes and masks; it is only traced."""
-  features = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-  shapes = {name: x.shape for name, x in features.items()}
-
-  def loss(key: jax.Array, batch: Any) -> Any:
-    changed = replace_config(model, attention_kernel=name)
-    choose_attention_kernel(changed.network_config)
-    params = changed.get_initial_variables(key, shapes)["params"]
-    return changed.loss_fn(params, batch, key)[0]
-
-  try:
-    jax.eval_shape(loss, jax.eval_shape(lambda: jax.random.PRNGKey(0)), features)
-  except ValueError:
-    return False
-  return True
+def _kernel(name: str, case: AttentionCase) -> Attention:
+  """Returns one of our kernels as a function (q, k, v, bias, visible) → output."""
+  return functools.partial(KERNELS[name].run, softcap=case.softcap)
 
 
 def _stored_or(

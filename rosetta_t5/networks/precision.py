@@ -18,10 +18,10 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.kernels.fp8 import fp8_matmul
+from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.expert_settings import has_experts
-from rosetta_t5.networks.kernel_choice import KernelChoice, choose_attention_kernel
+from rosetta_t5.networks.kernel_measurement import KernelChoice, kernel_of
 from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
-from rosetta_t5.networks.t5_config import replace_config
 from rosetta_t5.parallel.axis_rules import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.
@@ -232,7 +232,7 @@ def describe_computation(
   config = model.network_config
   if not hasattr(config, "dtype"):
     return None
-  kernel = measured or choose_attention_kernel(config)
+  kernel = measured or kernel_of(config)
   parts = [
     jnp.dtype(config.dtype).name,
     f"fp8 {fp8.text}",

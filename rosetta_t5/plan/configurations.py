@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.networks.expert_settings import has_experts
-from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
+from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.axis_rules import check_partition_specs, complete_specs
 from rosetta_t5.parallel.mesh import (

@@ -14,7 +14,7 @@ from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
 
 from rosetta_t5.networks.expert_settings import expert_layers
-from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
+from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   MODEL_AXIS,
@@ -201,7 +201,7 @@ def fastest_kernel(
   config = model.network_config
   if not hasattr(config, "attention_kernel"):
     return None
-  if getattr(model, "is_prefix_lm", False) or getattr(config, "local_attention_window", None):
+  if getattr(model, "is_prefix_lm", False) or getattr(config, "window", None):
     return "xla"
   is_even = all(length % 2 == 0 for length in lengths.values())
   fits_cudnn = is_bfloat16(config) and config.head_dim % 8 == 0 and is_even

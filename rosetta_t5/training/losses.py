@@ -137,17 +137,20 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
 
 
 def get_loss_normalizing_factor_and_weights(
-  loss_normalizing_factor: LossNormalizingFactor | None, batch: Mapping[str, jax.Array]
+  loss_normalizing_factor: LossNormalizingFactor | None,
+  batch: Mapping[str, jax.Array],
+  pad_id: int = 0,
 ) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
   """Returns the divisor of the loss, and the weight of each target token.
 
   A number or None is returned unchanged, with the weights of the batch or None. For a special
-  factor, a batch without weights gets the weight 0 for padding (token 0) and 1 for other tokens.
+  factor, a batch without weights gets the weight 0 for padding and 1 for other tokens.
 
   Args:
     loss_normalizing_factor: a number, None, or a special factor or its name.
     batch: `decoder_target_tokens` [batch, length], optionally `decoder_loss_weights`, and
       `decoder_segment_ids` if sequences are packed.
+    pad_id: the token that is padding.
 
   Raises:
     ValueError: no special factor has this name.
@@ -160,7 +163,7 @@ def get_loss_normalizing_factor_and_weights(
     return factor, weights
   targets = batch["decoder_target_tokens"]
   if weights is None:
-    weights = (targets > 0).astype(jnp.float32)
+    weights = (targets != pad_id).astype(jnp.float32)
   if factor is SpecialLossNormalizingFactor.NUM_TOTAL_TARGET_TOKENS:
     return float(math.prod(targets.shape)), weights
   if _MEANS.get(factor, factor) is SpecialLossNormalizingFactor.AVERAGE_PER_SEQUENCE:

@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face.families import gpt
 from rosetta_t5.conversion import convert
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.transformer import DecoderWrapper, TransformerConfig
 from t5x.checkpoints import load_t5x_checkpoint
 
 LENGTH, WIDTH, HEADS, VOCAB, END = 12, 16, 4, 40, 39
@@ -244,7 +244,7 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
   for name, changes in (
     ("elu", {"mlp_activations": ("elu",)}),
     ("heads", {"num_heads": 2}),
-    ("window", {"local_attention_window": 3, "scale_queries": False}),
+    ("window", {"window": 3, "layer_pattern": ("global", "local"), "scale_queries": False}),
     ("divided", {"divide_tied_logits": True}),
   ):
     write_run(tmp_path / name, arrays, **values | changes)
@@ -265,7 +265,7 @@ def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_
       [],
       "gpt_neo: the biases of queries, keys and values must be zero, but they are not",
     ),
-    ("window", ["--model-type", "gpt2"], "local_attention_window must be None, got 3"),
+    ("window", ["--model-type", "gpt2"], "window must be None, got 3"),
     ("divided", [], "gpt2: divide_tied_logits must be False, and scale_queries True only"),
   ):
     with pytest.raises(SystemExit):
@@ -284,7 +284,10 @@ def test_models_that_the_network_does_not_support_are_refused(tmp_path):
       {"scale_attn_by_inverse_layer_idx": True},
       "scale_attn_by_inverse_layer_idx must be False, got True",
     ),
-    ({"attention_types": [[["local", "global"], 1]]}, "attention_types must alternate"),
+    (
+      {"attention_types": [[["local", "global"], 3]]},
+      "attention_types must name the kind of each of 2 layers, got 6",
+    ),
   ):
     write_folder(tmp_path, "gpt_neo")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gpt_neo"] | change))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_t5
 import pytest
+import scalable_trees
 import tiny_models
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -22,16 +23,14 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import (
   unstack_layers,
 )
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 
 CONFIG = dataclasses.replace(tiny_models.T5_1_1, num_encoder_layers=2, num_decoder_layers=3)
-SIZES = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(tiny_models.T5_1_1)}
 
 
 def scalable(**switches):
-  return scalable_t5.Transformer(scalable_t5.T5Config(**SIZES, **switches))
+  return Transformer(scalable_trees.scalable(CONFIG, **switches))
 
 
 PLAIN, SCANNED = Transformer(CONFIG), scalable()

@@ -23,7 +23,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import apply_assignment_map, flat
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.restore import find_matching_arrays, restore_train_state
 from rosetta_t5.checkpoints.train_state_initializer import restore
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.composite import SpikeGuard

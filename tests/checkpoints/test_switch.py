@@ -22,7 +22,7 @@ from rosetta_t5.checkpoints import UnreadableCheckpointError
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.conversion.model_settings import read_model_settings
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 
 SWITCH = pathlib.Path(__file__).parent / "fixtures/switch"
 CONFIG = T5Config(

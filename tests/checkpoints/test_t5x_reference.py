@@ -12,7 +12,7 @@ import tensorstore as ts
 from rosetta_t5.checkpoints import RestoreCheckpointConfig, TrainStateInitializer
 from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules

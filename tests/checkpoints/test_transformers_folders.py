@@ -31,7 +31,7 @@ from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.conversion.verification import network_outputs
 from rosetta_t5.decoding import temperature_sample
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 
 RECORDED = transformers_folders.recordings()
 CASES = [*transformers_folders.CASES, *transformers_folders.CASES_OF_5]

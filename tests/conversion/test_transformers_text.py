@@ -17,8 +17,7 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion.convert import convert
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import GPT2_END
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import DecoderWrapper, T5Config, Transformer, TransformerConfig
 
 pytestmark = pytest.mark.slow
 SENTENCE = "the old house by the sea had seven rooms and nobody knew who lived there now"

@@ -23,8 +23,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.families import gpt
 from rosetta_t5.checkpoints.formats.hugging_face.folder import read_arrays
 from rosetta_t5.decoding import Controls, apply_controls, beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import DecoderWrapper, T5Config, Transformer, TransformerConfig
 from t5x.checkpoints import load_t5x_checkpoint
 
 EOS = 1

@@ -30,8 +30,7 @@ from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import check_buckets, inference_step, notes_on_tokens_left_behind
 from rosetta_t5.inference.text_inference import InferenceType, TextInference
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
 
@@ -72,7 +71,7 @@ def test_predictions_include_the_fraction_of_their_inputs(model, options):
 
 
 def test_scanned_layers_count_too():
-  module = scalable_t5.Transformer(scalable(FEW_SLOTS, scan_layers=True))
+  module = Transformer(scalable(FEW_SLOTS, scan_layers=True))
   predict = make_model(module).predict_batch_with_aux
   _, aux = jax.eval_shape(predict, variables(module)["params"], BATCH)
   assert aux["tokens_left_behind"].shape == (8,)

@@ -13,7 +13,7 @@ from tiny_models import T5_1_1, make_batch, make_model, variables
 from rosetta_t5.data import token_limit
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import PADDING, shard_batches
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
 

@@ -29,7 +29,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def model_of(vocabulary: Any) -> Any:
   from rosetta_t5.models import EncoderDecoderModel
-  from rosetta_t5.networks.t5 import T5Config, Transformer
+  from rosetta_t5.networks.transformer import T5Config, Transformer
 
   sizes = {"emb_dim": 16, "num_heads": 2, "head_dim": 8, "mlp_dim": 16}
   layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}

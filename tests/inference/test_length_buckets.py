@@ -19,7 +19,7 @@ from tiny_models import (
 
 from rosetta_t5.inference import get_infer_fn
 from rosetta_t5.inference.infer_fn import cut_rows, default_buckets, shard_batches
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import InferenceState
 

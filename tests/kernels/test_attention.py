@@ -20,31 +20,31 @@ def inputs(seed=0):
   mask[1, :, 2] = False
   return {
     "q_BTHK": rng.normal(size=(B, T, H, K)),
-    "k_BSHK": rng.normal(size=(B, S, H, K)),
-    "v_BSHK": rng.normal(size=(B, S, H, K)),
+    "k_BSGK": rng.normal(size=(B, S, H, K)),
+    "v_BSGK": rng.normal(size=(B, S, H, K)),
     "bias_1HTS": rng.normal(size=(1, H, T, S)),
     "mask_B1TS": mask,
-    "value_scale_BHS": (rng.random((B, H, S)) < 0.8) / 0.8,
+    "value_scale_BGS": (rng.random((B, H, S)) < 0.8) / 0.8,
   }
 
 
-def reference(weight_of_output, q_BTHK, k_BSHK, v_BSHK, bias_1HTS, mask_B1TS, value_scale_BHS):
+def reference(weight_of_output, q_BTHK, k_BSGK, v_BSGK, bias_1HTS, mask_B1TS, value_scale_BGS):
   """Returns the output and the gradients of its dot product with `weight_of_output`."""
-  logits = np.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK) + bias_1HTS
+  logits = np.einsum("bthk,bshk->bhts", q_BTHK, k_BSGK) + bias_1HTS
   logits = np.where(mask_B1TS, logits, -1e10)
   weights = np.exp(logits - logits.max(-1, keepdims=True))
   weights /= weights.sum(-1, keepdims=True)
-  scale = value_scale_BHS.transpose(0, 2, 1)[..., None]
-  output = np.einsum("bhts,bshk->bthk", weights, v_BSHK * scale)
+  scale = value_scale_BGS.transpose(0, 2, 1)[..., None]
+  output = np.einsum("bhts,bshk->bthk", weights, v_BSGK * scale)
   by_value = np.einsum("bhts,bthk->bshk", weights, weight_of_output)
-  by_weight = np.einsum("bthk,bshk->bhts", weight_of_output, v_BSHK * scale)
+  by_weight = np.einsum("bthk,bshk->bhts", weight_of_output, v_BSGK * scale)
   by_logit = weights * (by_weight - (weights * by_weight).sum(-1, keepdims=True)) * mask_B1TS
   return output, {
-    "q_BTHK": np.einsum("bhts,bshk->bthk", by_logit, k_BSHK),
-    "k_BSHK": np.einsum("bhts,bthk->bshk", by_logit, q_BTHK),
-    "v_BSHK": by_value * scale,
+    "q_BTHK": np.einsum("bhts,bshk->bthk", by_logit, k_BSGK),
+    "k_BSGK": np.einsum("bhts,bthk->bshk", by_logit, q_BTHK),
+    "v_BSGK": by_value * scale,
     "bias_1HTS": by_logit.sum(0, keepdims=True),
-    "value_scale_BHS": (by_value * v_BSHK).sum(-1).transpose(0, 2, 1),
+    "value_scale_BGS": (by_value * v_BSGK).sum(-1).transpose(0, 2, 1),
   }
 
 
@@ -58,11 +58,11 @@ def as_jax(arrays):
 NEUTRAL = {
   "bias_1HTS": np.zeros((1, H, T, S)),
   "mask_B1TS": np.ones((B, 1, T, S), bool),
-  "value_scale_BHS": np.ones((B, H, S)),
+  "value_scale_BGS": np.ones((B, H, S)),
 }
 
 
-@pytest.mark.parametrize("omitted", [(), ("mask_B1TS", "value_scale_BHS"), tuple(NEUTRAL)])
+@pytest.mark.parametrize("omitted", [(), ("mask_B1TS", "value_scale_BGS"), tuple(NEUTRAL)])
 def test_output_and_gradients_equal_float64(omitted):
   exact = inputs() | {name: NEUTRAL[name] for name in omitted}
   given = as_jax({name: a for name, a in exact.items() if name not in omitted})
@@ -99,9 +99,9 @@ def test_the_gradient_of_a_bias_has_its_shape(shape):
 
 def test_a_query_that_sees_no_key_gets_the_mean_of_all_values():
   arrays = inputs()
-  arrays.pop("value_scale_BHS")
+  arrays.pop("value_scale_BGS")
   output = xla_attention(**as_jax(arrays))
-  np.testing.assert_allclose(output[1, 2], arrays["v_BSHK"][1].mean(0), atol=1e-6)
+  np.testing.assert_allclose(output[1, 2], arrays["v_BSGK"][1].mean(0), atol=1e-6)
 
 
 def test_masked_keys_have_no_influence():
@@ -109,25 +109,25 @@ def test_masked_keys_have_no_influence():
   arrays["mask_B1TS"][..., 3:] = False
   arrays["mask_B1TS"][..., 0] = True
   before = xla_attention(**as_jax(arrays))
-  arrays["k_BSHK"][:, 3:], arrays["v_BSHK"][:, 3:] = 1e3, 1e6
+  arrays["k_BSGK"][:, 3:], arrays["v_BSGK"][:, 3:] = 1e3, 1e6
   np.testing.assert_array_equal(xla_attention(**as_jax(arrays)), before)
 
 
 def test_dropping_values_equals_dropping_weights_for_all_queries():
   arrays = as_jax(inputs())
-  scale_BHS = arrays.pop("value_scale_BHS")
-  got = xla_attention(**arrays, value_scale_BHS=scale_BHS)
+  scale_BHS = arrays.pop("value_scale_BGS")
+  got = xla_attention(**arrays, value_scale_BGS=scale_BHS)
   # Values that are one-hot over the keys show each query's weights.
   one_hot = jnp.broadcast_to(jnp.eye(S)[None, :, None], (B, S, H, S))
-  weights_BTHS = xla_attention(**(arrays | {"v_BSHK": one_hot}))
+  weights_BTHS = xla_attention(**(arrays | {"v_BSGK": one_hot}))
   dropped = weights_BTHS * scale_BHS[:, None]
   np.testing.assert_allclose(
-    got, jnp.einsum("bths,bshk->bthk", dropped, arrays["v_BSHK"]), atol=1e-6
+    got, jnp.einsum("bths,bshk->bthk", dropped, arrays["v_BSGK"]), atol=1e-6
   )
 
 
 def test_float32_logits_reduce_the_error_of_bfloat16():
-  exact = {name: inputs()[name] for name in ("q_BTHK", "k_BSHK", "v_BSHK")}
+  exact = {name: inputs()[name] for name in ("q_BTHK", "k_BSGK", "v_BSGK")}
   exact["q_BTHK"] = exact["q_BTHK"] * 8
   halves = {name: jnp.asarray(a, jnp.bfloat16) for name, a in exact.items()}
   expected = xla_attention(**{name: a.astype(jnp.float32) for name, a in halves.items()})

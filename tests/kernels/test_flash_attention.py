@@ -10,8 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.flash_kernels import Segments, tile_range, visible_tiles
+from rosetta_t5.kernels.attention import Visibility
+from rosetta_t5.kernels.flash_attention import (
+  FlashOptions,
+  flash_attention,
+  tile_range,
+  visible_tiles,
+)
+from rosetta_t5.kernels.flash_kernels import Segments
 from rosetta_t5.kernels.xla_attention import xla_attention
 
 
@@ -67,7 +73,7 @@ def test_results_and_gradients_equal_the_reference(case):
   @jax.jit
   def fused(*operands):
     bias = operands[3] if len(operands) > 3 else None
-    return flash_attention(*operands[:3], bias, segments, causal, True)
+    return flash_attention(*operands[:3], bias, segments, FlashOptions(causal, interpret=True))
 
   got, gradients = jax.vjp(fused, *(jnp.asarray(array, jnp.float32) for array in operands))
   # In both, padding attends to all keys equally.
@@ -90,7 +96,11 @@ def test_tiles_without_a_visible_pair_are_not_read():
   operands[1][1, last] = operands[2][1, last] = np.nan
 
   def fused(*operands):
-    return flash_attention(*operands, Segments(jnp.asarray(ids), jnp.asarray(ids)), True, True)
+    return flash_attention(
+      *operands,
+      Segments(jnp.asarray(ids), jnp.asarray(ids)),
+      FlashOptions(causal=True, interpret=True),
+    )
 
   out, gradients = jax.vjp(jax.jit(fused), *(jnp.asarray(x, jnp.float32) for x in operands))
   dq, dk, dv, dbias = gradients(jnp.asarray(do, jnp.float32))
@@ -122,7 +132,7 @@ def packed(*lengths):
 )
 def test_packed_rows_and_causality_leave_the_tiles_on_the_diagonal(row, tiles, causal_tiles):
   for causal, expected in ((False, tiles), (True, causal_tiles)):
-    visible = visible_tiles(Segments(row, row), 64, 64, causal)
+    visible = visible_tiles(Segments(row, row), 64, 64, FlashOptions(causal))
     mask = (row[0, :, None] == row) & (row > 0)
     mask &= jnp.tri(512, dtype=bool) | (not causal)
     needed = mask.reshape(8, 64, 8, 64).any((1, 3))
@@ -138,7 +148,7 @@ def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
     *(x.astype(jnp.float32) for x in (q, k, v, bias)), mask_B1TS=jnp.asarray(mask)
   )
   rounded = xla_attention(q, k, v, bias, jnp.asarray(mask))
-  got = flash_attention(q, k, v, bias, segments, False, True)
+  got = flash_attention(q, k, v, bias, segments, FlashOptions(interpret=True))
   assert got.dtype == jnp.bfloat16
   errors = [np.abs(np.asarray(x, np.float64) - exact).max() for x in (got, rounded)]
   assert errors[0] <= errors[1] < 0.1
@@ -148,7 +158,7 @@ def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
 def test_it_lowers_to_triton_for_a_gpu(with_bias):
   def loss(q, k, v, bias, ids):
     bias = bias if with_bias else None
-    out = flash_attention(q, k, v, bias, Segments(ids, ids), with_bias, False)
+    out = flash_attention(q, k, v, bias, Segments(ids, ids), FlashOptions(causal=with_bias))
     return jnp.sum(out.astype(jnp.float32))
 
   heads = jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.bfloat16)
@@ -170,7 +180,44 @@ def test_logits_are_never_stored():
     return {v.aval.shape for eqn in jaxpr.eqns for v in eqn.outvars}
 
   fused = functools.partial(
-    flash_attention, bias_1HTS=None, segments=Segments(ids, ids), causal=False, interpret=True
+    flash_attention,
+    bias_1HTS=None,
+    segments=Segments(ids, ids),
+    options=FlashOptions(interpret=True),
   )
   assert (8, 2, 256, 256) in results(xla_attention)
   assert (8, 2, 256, 256) not in results(fused)
+
+
+@pytest.mark.parametrize(
+  ("kv_heads", "options"),
+  [
+    (1, FlashOptions(causal=True, interpret=True)),
+    (2, FlashOptions(window=24, interpret=True)),
+    (4, FlashOptions(causal=True, window=70, softcap=2.0, interpret=True)),
+    (2, FlashOptions(softcap=1.5, interpret=True)),
+  ],
+)
+def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, options):
+  rng = np.random.default_rng(3)
+  batch, length, heads, size = 2, 150, 4, 16
+  q, do = (jnp.asarray(rng.normal(size=(batch, length, heads, size))) for _ in range(2))
+  k, v = (jnp.asarray(rng.normal(size=(batch, length, kv_heads, size))) for _ in range(2))
+  bias = jnp.asarray(rng.normal(size=(1, heads, length, length)))
+  ids = jnp.asarray(np.repeat([[1] * 60 + [2] * 70 + [0] * 20], batch, axis=0), jnp.int32)
+  visible = Visibility(ids, ids, causal=options.causal, window=options.window, packed=True)
+  expected = functools.partial(xla_attention, mask_B1TS=visible.mask(), softcap=options.softcap)
+  found = functools.partial(flash_attention, segments=Segments(ids, ids), options=options)
+  results = []
+  for attend in (expected, found):
+    out, gradients = jax.vjp(lambda *x, run=attend: run(*x[:3], bias_1HTS=x[3]), q, k, v, bias)
+    results.append([out, *gradients(do * (ids > 0)[..., None, None])])
+  for want, got in zip(*results, strict=True):
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_tiles_outside_the_window_are_not_computed():
+  row = packed(512)
+  visible = visible_tiles(Segments(row, row), 64, 64, FlashOptions(causal=True, window=64))
+  # A query's window reaches into the tile before its own.
+  assert jnp.sum(visible) == 8 + 7

@@ -26,7 +26,7 @@ from tiny_models import (
 from rosetta_t5.decoding import DecodingState, beam_search
 from rosetta_t5.models.base_model import get_input_vocabulary, get_output_vocabulary
 from rosetta_t5.models.encoder_decoder import DecoderParams
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.training.losses import SpecialLossNormalizingFactor as Special
 from rosetta_t5.training.step import accumulate_gradients
 from rosetta_t5.training.train_state import TrainState

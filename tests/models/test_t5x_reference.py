@@ -16,7 +16,7 @@ from tiny_models import adafactor, feature, logits_of
 
 from rosetta_t5.checkpoints import TrainStateInitializer
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import train_step
 from rosetta_t5.training.schedules import create_learning_rate_scheduler

@@ -10,18 +10,13 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import T5_1_1, make_batch, make_model, params_of
 
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Visibility, attend
 from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.networks import kernel_choice
-from rosetta_t5.networks.kernel_choice import (
-  SegmentMask,
-  choose_attention_kernel,
-  fused_attention,
-  make_mask,
-  nan_if_padding_precedes_tokens,
-)
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.kernel_measurement import kernel_of
+from rosetta_t5.networks.transformer import T5Config, Transformer
 
-REAL = jnp.ones((2, 6), bool)
+GPU = types.SimpleNamespace(platform="gpu")
+CASE = AttentionCase(6, 6, heads=2, kv_heads=2, head_dim=8, dtype="bfloat16")
 
 
 def config(**changes):
@@ -29,11 +24,11 @@ def config(**changes):
 
 
 def test_the_default_kernel_is_the_reference_with_a_reason():
-  choice = choose_attention_kernel(T5_1_1)
+  choice = kernel_of(T5_1_1)
   assert choice.name == "xla"
   assert choice.reason.startswith("auto: ")
-  assert choose_attention_kernel(config(attention_kernel="xla")) == ("xla", "set")
-  assert choose_attention_kernel(config(attention_kernel="flash")).reason == (
+  assert kernel_of(config(attention_kernel="xla")) == ("xla", "set")
+  assert kernel_of(config(attention_kernel="flash")).reason == (
     "set; interpreted, because there is no GPU: slow"
   )
 
@@ -47,24 +42,32 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
 
 
 @pytest.mark.parametrize(
-  ("changes", "arguments", "text"),
+  ("changes", "text"),
   [
-    ({"dtype": "float32"}, {}, "computes in bfloat16, but dtype is float32"),
-    ({"head_dim": 4}, {}, "needs a head_dim that is a multiple of 8, got 4"),
-    (
-      {},
-      {"query_segments": 1, "key_segments": 1},
-      "does not support packed examples: set it to 'flash'",
-    ),
-    ({}, {"real_keys": jnp.ones((2, 5), bool)}, "only if lengths are even, got 6 and 5"),
+    ({"dtype": "float32"}, "computes in bfloat16, but dtype is float32"),
+    ({"head_dim": 4}, "needs a head_dim that is a multiple of 8, got 4"),
+    ({"packed": True}, "does not support packed examples: set it to 'flash'"),
+    ({"keys": 5}, "only if lengths are even, got 6 and 5"),
+    ({"window": 3}, "supports no window and no softcap, got 3 and None: set it to 'flash'"),
+    ({"softcap": 30.0}, "supports no window and no softcap, got None and 30.0: set it to 'flash'"),
+    ({"context_shards": 2}, "does not support the mesh axis 'context': set it to 'flash'"),
   ],
 )
-def test_what_cudnn_cannot_compute_is_refused(monkeypatch, changes, arguments, text):
-  monkeypatch.setattr(kernel_choice, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
-  settings = {"attention_kernel": "cudnn", "dtype": "bfloat16", "head_dim": 8} | changes
-  given = {"real_queries": REAL, "real_keys": REAL} | arguments
-  with pytest.raises(ValueError, match=text):
-    make_mask(config(**settings), **given)
+def test_what_cudnn_cannot_compute_is_refused(changes, text):
+  assert KERNELS["cudnn"].refuses(CASE, GPU) is None
+  refuses = {
+    name: kernel.refuses(dataclasses.replace(CASE, **changes), GPU)
+    for name, kernel in KERNELS.items()
+  }
+  assert text in refuses["cudnn"]
+  assert refuses["flash"] is refuses["xla"] is None
+
+
+def test_fused_kernels_refuse_prefixes():
+  ids = jnp.ones((1, 4), jnp.int32)
+  q = jnp.ones((1, 4, 2, 8))
+  with pytest.raises(ValueError, match="'flash' supports causal attention only"):
+    attend("flash", q, q, q, None, Visibility(ids, ids, prefix_BT=ids, causal=True))
 
 
 @pytest.mark.parametrize(
@@ -93,32 +96,45 @@ def test_dropout_scales_the_values():
   q, k, v = jax.random.normal(jax.random.PRNGKey(0), (3, 2, 6, 2, 4))
   factor = jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, (2, 2, 6)).astype(jnp.float32) * 2
   ids = jnp.ones((2, 6), jnp.int32)
-  got = fused_attention("flash", q, k, v, None, SegmentMask(ids, ids), factor)
-  want = xla_attention(q, k, v, value_scale_BHS=factor)
+  got = attend("flash", q, k, v, None, Visibility(ids, ids), factor)
+  want = xla_attention(q, k, v, value_scale_BGS=factor)
   assert jnp.allclose(got, want, atol=1e-5)
   assert not jnp.allclose(got, xla_attention(q, k, v), atol=1e-2)
 
 
-def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero():
+@pytest.fixture
+def cudnn(monkeypatch):
+  """Returns cuDNN's call with jax's function replaced by one that returns its queries plus its bias."""
+  seen = {}
+
+  def record(q, k, v, bias=None, **options):
+    seen.update(options)
+    return q if bias is None else q + bias.mean()
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+  return lambda *arguments: (KERNELS["cudnn"].run(*arguments), seen)
+
+
+def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero(cudnn):
   ids = jnp.asarray([[1, 1, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]])
-  assert kernel_choice.row_lengths(ids).tolist() == [2, 3, 1]
+  q = jnp.ones((3, 4, 2, 8), jnp.bfloat16)
+  _, seen = cudnn(q, q, q, None, Visibility(ids, ids))
+  assert seen["query_seq_lengths"].tolist() == seen["key_value_seq_lengths"].tolist() == [2, 3, 1]
 
 
 @pytest.mark.parametrize(
   ("keys", "is_nan"),
   [([[1, 1, 0], [0, 0, 0]], False), ([[1, 1, 0], [1, 0, 1]], True), ([[0, 1, 1]], True)],
 )
-def test_padding_before_tokens_gives_nan_with_a_kernel_that_takes_lengths(keys, is_nan):
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_padding_before_tokens_gives_nan_with_a_kernel_that_takes_lengths(
+  cudnn, keys, is_nan, with_bias
+):
+  """The check is added to the bias, or to the queries of a decoder without one."""
   keys = jnp.asarray(keys)
-  for mask in (SegmentMask(keys, jnp.ones_like(keys)), SegmentMask(jnp.ones_like(keys), keys)):
-    assert bool(jnp.isnan(nan_if_padding_precedes_tokens(mask))) == is_nan
-
-
-@pytest.mark.parametrize("leading", [0, 1])
-def test_padding_before_tokens_gives_nan_in_a_decoder_without_a_bias(monkeypatch, leading):
-  monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *others, **options: q)
-  q = jnp.ones((1, 4, 2, 8), jnp.bfloat16)
-  tokens = jnp.arange(4)[None] >= leading
-  output = fused_attention("cudnn", q, q, q, None, SegmentMask(tokens, tokens, causal=True))
-  assert output.dtype == q.dtype
-  assert bool(jnp.all(jnp.isnan(output))) == bool(leading)
+  q = jnp.ones((*keys.shape, 2, 8), jnp.bfloat16)
+  bias = jnp.zeros((1, 2, 3, 3), jnp.bfloat16) if with_bias else None
+  for pair in ((keys, jnp.ones_like(keys)), (jnp.ones_like(keys), keys)):
+    output, _ = cudnn(q, q, q, bias, Visibility(*pair, causal=not with_bias))
+    assert output.dtype == q.dtype
+    assert bool(jnp.all(jnp.isnan(output))) == is_nan

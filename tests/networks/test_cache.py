@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rosetta_t5.networks.layers import decoding_cache
-from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from t5x.examples.t5.layers import MultiHeadDotProductAttention
 
 RNG = np.random.default_rng(0)
 KEYS = jnp.asarray(RNG.normal(size=(2, 5, 3, 4)), jnp.float32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import DECODER_ONLY, decoder_only_params
 
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
+from rosetta_t5.networks.transformer import DecoderWrapper, TransformerConfig
 
 TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)
 INPUTS = np.pad(TOKENS, ((0, 0), (1, 0)))[:, :-1]

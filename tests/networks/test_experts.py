@@ -23,8 +23,7 @@ from tiny_models import (
   variables,
 )
 
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 
@@ -212,7 +211,7 @@ def test_groups_of_several_rows_share_the_slots():
 
 def test_scanned_layers_sow_a_load_for_each_layer():
   config = scalable(dataclasses.replace(EVERY_SECOND, num_encoder_layers=4), scan_layers=True)
-  module = scalable_t5.Transformer(config)
+  module = Transformer(config)
   _, metrics = jax.eval_shape(make_model(module).eval_fn, variables(module)["params"], make_batch())
   loads = {name.rpartition("highest_load/")[2] for name in metrics if "highest_load" in name}
   assert loads == {"encoder/layers_1", "encoder/layers_3", "decoder/layers_1"}
@@ -221,7 +220,7 @@ def test_scanned_layers_sow_a_load_for_each_layer():
 def test_scanned_periods_of_layers_compute_the_same_as_layers_one_after_another():
   plain = dataclasses.replace(EVERY_SECOND, num_encoder_layers=4)
   configs = [scalable(plain, scan_layers=scan, remat_policy="full") for scan in (False, True)]
-  one_by_one, scanned = map(scalable_t5.Transformer, configs)
+  one_by_one, scanned = map(Transformer, configs)
   params = variables(one_by_one)["params"]
   stacked = {"token_embedder": params["token_embedder"]}
   for side, layers in (("encoder", 4), ("decoder", 2)):

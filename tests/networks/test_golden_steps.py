@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from tiny_models import T5_1_0, T5_1_1, initialize, make_batch, make_model, make_state
 
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.training import train_step
 
 GOLDEN = pathlib.Path(__file__).with_name("golden_steps.json")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tiny_models import GPT, decoder_only_params, stacked
 
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.layers.positions import apply_rotary
+from rosetta_t5.networks.transformer import DecoderWrapper, TransformerConfig
 
 ROTARY = GPT.replace(positions="rotary", mlp_activations=("gelu", "linear"))
 TOKENS = np.random.default_rng(0).integers(2, 32, (3, 8)).astype(np.int32)
@@ -57,7 +57,11 @@ def decoded_logits(config, params, lengths):
 
 @pytest.mark.parametrize(
   "config",
-  [GPT, ROTARY.replace(local_attention_window=3), ROTARY.replace(scan_layers=True)],
+  [
+    GPT,
+    ROTARY.replace(window=3, layer_pattern=("global", "local")),
+    ROTARY.replace(scan_layers=True),
+  ],
   ids=["learned", "rotary-local", "rotary-scan"],
 )
 def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(config):
@@ -135,24 +139,25 @@ def test_sequences_longer_than_the_learned_positions_are_refused():
       {"positions": "rotatory"},
       "positions must be one of 'relative', 'learned', 'rotary', got 'rotatory' (did you mean 'rotary'?)",
     ),
-    ({"norm": "batch"}, "norm must be one of 'rms', 'layer', got 'batch'"),
+    (
+      {"norm": "batch"},
+      "norm must be one of 'rms', 'rms_plus_one', 'layer', 'layer_without_bias', got",
+    ),
     (
       {"positions": "rotary", "head_dim": 3},
       "head_dim must be even for positions = 'rotary', which rotates pairs of features, got 3",
     ),
-    ({"scan_layers": True}, "set positions = 'learned' or 'rotary', or scan_layers = False"),
+    ({"window": 4}, "window = 4 and layer_pattern = ('global',) contradict each other"),
     (
-      {"scan_layers": True, "positions": "learned", "local_attention_window": 4},
-      "local_attention_window = 4 applies to every second layer: set it to None",
+      {"layer_pattern": ("local", "globl")},
+      "layer_pattern must be one of 'global', 'local', got 'globl'",
     ),
+    ({"num_kv_heads": 3}, "num_kv_heads = 3 must divide num_heads = 8"),
     (
-      {"local_attention_window": 0},
-      "local_attention_window must be at least 1 (a token sees itself) or None, got 0",
+      {"local_rope_theta": 1e4},
+      "local_rope_theta = 10000.0 needs positions = 'rotary' and local layers",
     ),
-    (
-      {"local_attention_window": 4, "attention_kernel": "flash"},
-      "attention_kernel = 'flash' does not support local_attention_window (it is 4): set it to 'xla'",
-    ),
+    ({"param_scan_axis": 2}, "param_scan_axis must be 0 or 1, got 2"),
     ({"scale_queries": True, "scale_attn_logits": True}, "would both divide by √head_dim"),
   ],
 )

@@ -21,8 +21,8 @@ from tiny_models import (
   stacked,
 )
 
-from rosetta_t5.networks.decoder import DecoderWrapper, TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.transformer import DecoderWrapper, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training import train_step
 from rosetta_t5.training.step import accumulate_gradients
@@ -225,9 +225,7 @@ def test_dropout_drops_the_same_values_when_the_length_is_first():
 
 
 def test_cudnn_without_a_gpu_is_refused_with_the_setting_to_change():
-  text = (
-    "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
-  )
+  text = "attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
   model = make_decoder_only_model(GPT.replace(attention_kernel="cudnn"))
   with pytest.raises(ValueError, match=re.escape(text)):
     model.eval_fn(decoder_only_params(GPT), make_batch(False))

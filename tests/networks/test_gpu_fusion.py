@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
 
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 
 GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
 

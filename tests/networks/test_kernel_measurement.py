@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from tiny_models import GPT, make_batch, make_decoder_only_model
 
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks import kernel_measurement
-from rosetta_t5.networks.kernel_choice import fused_attention
+from rosetta_t5.networks.config import T5Config
 from rosetta_t5.networks.kernel_measurement import (
-  AttentionCase,
   attention_cases,
   choose_fastest,
   compare_matmuls,
@@ -24,17 +26,12 @@ from rosetta_t5.networks.kernel_measurement import (
   with_measured_kernel,
 )
 from rosetta_t5.networks.layers.dense import matmul
-from rosetta_t5.networks.layers.positions import make_boolean_mask
-from rosetta_t5.networks.t5_config import T5Config
 
-CASE = AttentionCase(1, 2, 32, 48, 2, 16, "float32", causal=False, has_bias=True, packed=True)
+CASE = AttentionCase(32, 48, 2, 2, 16, "float32", has_bias=True, packed=True, batch=2)
 
 
 def reference(q, k, v, bias, mask):
-  visible = make_boolean_mask(
-    mask.query_BT > 0, mask.key_BS > 0, mask.query_BT, mask.key_BS, mask.causal
-  )
-  return xla_attention(q, k, v, bias, visible)
+  return xla_attention(q, k, v, bias, mask.mask())
 
 
 def slow(q, k, v, bias, mask):
@@ -91,13 +88,10 @@ def test_a_faster_kernel_that_is_wrong_is_rejected_with_the_reason(kernel, probl
   ("packed", "causal", "dtype"), [(True, False, "float32"), (False, True, "bfloat16")]
 )
 def test_our_own_kernels_pass_the_comparison(packed, causal, dtype):
-  case = AttentionCase(1, 2, 40, 40, 2, 16, dtype, causal, has_bias=True, packed=packed)
+  case = dataclasses.replace(CASE, keys=32, dtype=dtype, causal=causal, packed=packed)
   limit = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
 
-  def flash(q, k, v, bias, mask):
-    return fused_attention("flash", q, k, v, bias, mask)
-
-  assert kernel_error(case, flash) < limit
+  assert kernel_error(case, KERNELS["flash"].run) < limit
   assert kernel_error(case, reference) < limit
 
 
@@ -117,10 +111,11 @@ def test_cases_are_what_one_device_computes():
     "decoder_segment_ids": spec((64, 128), jnp.int32),
   }
   shared = {"batch": 16, "heads": 4, "head_dim": 64, "dtype": "bfloat16", "packed": True}
+  shared["kv_heads"] = 4
   assert attention_cases(config, batch, {"data": 4, "model": 2}) == [
     AttentionCase(layers=5, queries=128, keys=128, causal=True, has_bias=True, **shared),
-    AttentionCase(layers=3, queries=512, keys=512, causal=False, has_bias=True, **shared),
     AttentionCase(layers=5, queries=128, keys=512, causal=False, has_bias=False, **shared),
+    AttentionCase(layers=3, queries=512, keys=512, causal=False, has_bias=True, **shared),
   ]
 
 
@@ -176,9 +171,13 @@ def test_a_matmul_that_takes_several_times_as_long_is_found_to_be_slower():
   assert compare_matmuls(matmul, 256, 128, 256, jnp.float32, seconds=0.1) < 2
 
 
-def test_a_decoder_with_local_attention_can_use_xla_only():
-  model = make_decoder_only_model(GPT.replace(local_attention_window=4, attention_kernel="auto"))
+def test_each_kind_of_layer_is_a_case_that_a_kernel_must_compute():
+  config = GPT.replace(window=4, layer_pattern=("global", "global", "local"), num_layers=6)
+  config = config.replace(num_kv_heads=2)
   batch = {name: x for name, x in make_batch(2).items() if name.startswith("decoder")}
-  assert usable_kernels(model, batch, {"data": 1}) == ["xla"]
-  unlimited = make_decoder_only_model(GPT.replace(attention_kernel="auto"))
-  assert usable_kernels(unlimited, batch, {"data": 1}) == ["xla", "flash"]
+  cases = attention_cases(config, batch, {"data": 1})
+  assert [(case.window, case.layers, case.kv_heads) for case in cases] == [(None, 4, 2), (4, 2, 2)]
+  gpu = types.SimpleNamespace(platform="gpu")
+  assert usable_kernels(cases, gpu) == ["xla", "flash"]
+  prefix = attention_cases(config, batch, {"data": 1}, has_prefix=True)
+  assert usable_kernels(prefix, gpu) == ["xla"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from rosetta_t5.networks.layers.positions import (
+from t5x.examples.t5.layers import (
   combine_biases,
   combine_masks,
   make_attention_mask,

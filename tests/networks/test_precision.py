@@ -18,7 +18,7 @@ from rosetta_t5.networks.precision import (
   describe_computation,
   with_fp8,
 )
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.training import train_step
 
 RECIPES = ("current", "delayed")

@@ -12,9 +12,9 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
 from tiny_models import create_state, initialize, make_batch, make_model, params_of
 
-from rosetta_t5.networks import t5
+from rosetta_t5.networks.config import ScalableT5Config
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
-from rosetta_t5.networks.scalable_t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.training.step import accumulate_gradients
 
 UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
@@ -25,7 +25,7 @@ KEY = jax.random.PRNGKey(0)
 def beams(module):
   """Returns the tokens of three beams per example and their scores."""
   params, batch = params_of(PLAIN), make_batch(2, inputs=6, targets=5)
-  if isinstance(module, Transformer):
+  if isinstance(module.config, ScalableT5Config):
     params = to_unscanned(params)
     params = to_scanned(params) if module.scan_layers else params
   predict = functools.partial(
@@ -37,7 +37,7 @@ def beams(module):
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_beams_equal_those_of_plain_t5(scan):
-  tokens, scores = beams(t5.Transformer(PLAIN))
+  tokens, scores = beams(Transformer(PLAIN))
   assert len({tuple(decode) for decode in np.asarray(tokens).reshape(-1, 5)}) > 3
   got_tokens, got_scores = beams(Transformer(scalable(scan_layers=scan)))
   np.testing.assert_array_equal(got_tokens, tokens)

@@ -15,8 +15,9 @@ from flax.traverse_util import flatten_dict
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
 from tiny_models import initialize, logits_of, make_batch, make_model, pack, params_of
 
-from rosetta_t5.networks.scalable_t5 import T5Config, Transformer
-from rosetta_t5.networks.t5 import Transformer as PlainTransformer
+from rosetta_t5.networks.config import ScalableT5Config as T5Config
+from rosetta_t5.networks.layers.dropout import Dropout
+from rosetta_t5.networks.transformer import Transformer
 
 UNSCANNED, SCANNED = scalable(scan_layers=False), scalable()
 LAYERS = {"encoder": PLAIN.num_encoder_layers, "decoder": PLAIN.num_decoder_layers}
@@ -35,7 +36,7 @@ def params_for(config):
 
 
 def model_of(config):
-  return make_model((Transformer if isinstance(config, T5Config) else PlainTransformer)(config))
+  return make_model(Transformer(config))
 
 
 @functools.cache
@@ -149,7 +150,7 @@ def test_each_scanned_layer_drops_its_own_features_at_every_position():
     rngs={"dropout": KEY},
     method=module.encode,
     mutable=["intermediates"],
-    capture_intermediates=lambda child, _: isinstance(child, nn.Dropout),
+    capture_intermediates=lambda child, _: isinstance(child, Dropout),
   )
   _, captured = jax.jit(encode)({"params": params_for(SCANNED)}, BATCH["encoder_input_tokens"])
   for name in ("Dropout_0", "Dropout_1"):

@@ -20,11 +20,12 @@ import pytest
 from scalable_trees import PLAIN, scalable, to_scanned, to_unscanned
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, make_state, params_of
 
-from rosetta_t5.networks import scalable_t5
+from rosetta_t5.networks.config import ScalableT5Config
 from rosetta_t5.networks.layers import attention
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.dropout import Dropout
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.training.step import accumulate_gradients
 
@@ -77,14 +78,14 @@ def two_examples_a_row():
 def injected_mask(next_method, arguments, keywords, context):
   """Makes each dropout's mask depend on its name only, whatever the settings."""
   dropout = context.module
-  if not isinstance(dropout, nn.Dropout) or dropout.rate == 0:
+  if not isinstance(dropout, Dropout) or dropout.rate == 0:
     return next_method(*arguments, **keywords)
   x = arguments[0]
   keep = np.random.default_rng([*dropout.name.encode()]).random(x.shape[-1]) >= dropout.rate
   return x * jnp.asarray(np.broadcast_to(keep / (1 - dropout.rate), x.shape), x.dtype)
 
 
-def injected_scale(_, rate, shape_BHS, dtype):
+def injected_scale(_, rate, shape_BHS, dtype, rows=None):
   """Makes attention drop the same keys in every layer and example."""
   batch, heads, length = shape_BHS
   keep_HS = np.random.default_rng(0).random((heads, length)) >= rate
@@ -100,8 +101,7 @@ def _masks_injected(monkeypatch):
 
 def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8=False):
   """Returns a jitted function (params, batch) → (loss, gradients), and its arguments."""
-  scalable = isinstance(config, scalable_t5.T5Config)
-  module = (scalable_t5.Transformer if scalable else Transformer)(config)
+  module = Transformer(config)
   # The auxiliary loss is added once per microbatch.
   factor = 0.1 / microbatches if config.num_experts else 0.0
   model = make_model(
@@ -121,9 +121,10 @@ def step_of(config, loss_chunk_length, packed, microbatches, devices, fp8=False)
     )
     return loss, grads
 
-  plain = dataclasses.replace(PLAIN if scalable else T5_1_1, num_experts=config.num_experts)
+  is_scalable = isinstance(config, ScalableT5Config)
+  plain = dataclasses.replace(PLAIN if is_scalable else T5_1_1, num_experts=config.num_experts)
   params = params_of(dataclasses.replace(plain, expert_layer_period=1))
-  if scalable:
+  if is_scalable:
     params = to_scanned(to_unscanned(params)) if config.scan_layers else to_unscanned(params)
   arguments = (params, two_examples_a_row() if packed else make_batch())
   if devices == 1:

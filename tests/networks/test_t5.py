@@ -23,8 +23,8 @@ from tiny_models import (
 )
 
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.positions import make_causal_mask
-from rosetta_t5.networks.t5 import Encoder, T5Config, Transformer
+from rosetta_t5.networks.layers.positions import apply_rotary
+from rosetta_t5.networks.transformer import Encoder, T5Config, Transformer
 
 
 @functools.cache
@@ -215,8 +215,8 @@ def test_embedding_dropout_is_shared_by_positions_but_the_last_encoder_dropout_i
 
 
 def test_shapes_are_checked_while_tests_run():
-  with pytest.raises(jaxtyping.TypeCheckError, match="'x'"):
-    make_causal_mask(jnp.ones(3))
+  with pytest.raises(jaxtyping.TypeCheckError, match="'x_BTHK'"):
+    apply_rotary(jnp.ones(3), jnp.ones((1, 3), jnp.int32))
 
 
 def test_batch_whose_features_differ_in_length_is_refused(alone):

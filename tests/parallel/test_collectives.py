@@ -14,9 +14,9 @@ from compiled_collectives import collectives
 from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model, make_model
 
 from rosetta_t5.cli.bench import model_config
-from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.config import TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.activation_collectives import ALL_REDUCE, REDUCE_SCATTER

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from scalable_trees import scalable
 from tiny_models import (
   DECODER_ONLY,
   GPT,
@@ -25,9 +26,9 @@ from tiny_models import (
 )
 
 from rosetta_t5.kernels.context_attention import parts_of_devices
-from rosetta_t5.networks import scalable_t5, t5
-from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.config import TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.data_layout import check_row_lengths
 from rosetta_t5.plan.activation_collectives import context_collectives
@@ -74,9 +75,7 @@ def loss_and_gradients(model, params, batch, partitioner=None, microbatches=1):
 
 GPT_16 = GPT.replace(max_length=LENGTH)
 ROTARY = GPT_16.replace(positions="rotary")
-SCALABLE = scalable_t5.T5Config(
-  **{f.name: getattr(T5_1_1, f.name) for f in dataclasses.fields(t5.T5Config)}
-)
+SCALABLE = scalable(T5_1_1)
 CONTEXT = {"data": 2, "context": 4}
 FLASH = {"attention_kernel": "flash"}
 
@@ -99,7 +98,7 @@ CASES = {
   "GPT, dropout, xla": (GPT_16, {"dropout_rate": 0.3}, {}, CONTEXT),
   "GPT, chunks": (GPT_16, {}, {"loss_chunk_length": 6, "z_loss": 1e-2}, CONTEXT),
   "GPT, chunks of one position": (GPT_16, {}, {"loss_chunk_length": 1}, CONTEXT),
-  "GPT, window": (GPT_16, {"local_attention_window": 5}, {}, CONTEXT),
+  "GPT, window": (GPT_16, {"window": 5, "layer_pattern": ("global", "local")}, {}, CONTEXT),
   "GPT, fsdp, tensor": (GPT_16, FLASH, {}, {"fsdp": 2, "context": 2, "tensor": 2}),
   "GPT, fused": (GPT_16, {"fuse_qkv_params": True}, {"label_smoothing": 0.1}, CONTEXT),
   "GPT, experts": (GPT_16, {"num_experts": 4}, {"aux_loss_factor": 0.1}, CONTEXT),
@@ -128,9 +127,8 @@ def make_case(name):
   if isinstance(config, TransformerConfig):
     model = make_decoder_only_model(config, **arguments)
     return model, decoder_only_params(plain), packed_batch(["decoder"]), mesh
-  network = scalable_t5 if isinstance(config, scalable_t5.T5Config) else t5
-  model = make_model(network.Transformer(config), **arguments)
-  params = variables(network.Transformer(plain))["params"]
+  model = make_model(Transformer(config), **arguments)
+  params = variables(Transformer(plain))["params"]
   return model, params, packed_batch(["encoder", "decoder"]), mesh
 
 

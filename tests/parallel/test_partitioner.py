@@ -15,15 +15,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scalable_trees import scalable
 from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
-from rosetta_t5.networks import scalable_t5
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
 from rosetta_t5.parallel.axis_rules import constrain, partition_specs_of
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 
 MODULE = Transformer(dataclasses.replace(T5_1_1, dropout_rate=0.1))
-SCANNED = scalable_t5.Transformer(scalable(dropout_rate=0.1, remat_policy="minimal"))
+SCANNED = Transformer(scalable(dropout_rate=0.1, remat_policy="minimal"))
 DATA, MODEL = "data", "model"
 
 

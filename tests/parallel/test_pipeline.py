@@ -23,11 +23,11 @@ from tiny_models import (
   make_model,
 )
 
-from rosetta_t5.kernels.xla_attention import bernoulli_of_rows
 from rosetta_t5.networks.layers.dense import KFAC_FACTORS
-from rosetta_t5.networks.layers.layer_stack import pipeline_obstacle
+from rosetta_t5.networks.layers.dropout import bernoulli_of_rows
+from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
-from rosetta_t5.networks.scalable_t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.axis_rules import check_partition_specs
 from rosetta_t5.parallel.pipeline import (

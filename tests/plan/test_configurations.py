@@ -9,7 +9,7 @@ import gin
 import pytest
 
 from rosetta_t5.cli import main
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import T5Config
 from rosetta_t5.plan.estimate import estimate_step
 from rosetta_t5.plan.memory import Gradients, StateMemory
 from rosetta_t5.plan.workload import Workload

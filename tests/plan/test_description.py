@@ -57,7 +57,7 @@ def test_a_training_run_is_described_row_by_row(check):
   assert status == 0, output
   assert rows["trains on"] == "some_task[train], inputs 16, targets 8, batches of 16, packed"
   assert rows["model"] == (
-    "EncoderDecoderModel of rosetta_t5.networks.t5.Transformer, 518,240 parameters, "
+    "EncoderDecoderModel of rosetta_t5.networks.transformer.Transformer, 518,240 parameters, "
     "computed in bfloat16"
   )
   assert rows["mesh"] == "data 4 × model 1 on 4 devices"

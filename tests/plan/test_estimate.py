@@ -9,7 +9,7 @@ import gin
 import pytest
 
 from rosetta_t5.cli import main
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import T5Config
 from rosetta_t5.plan.activation_collectives import Collective
 from rosetta_t5.plan.estimate import members_per_node, seconds_on_links
 from rosetta_t5.plan.memory import Gradients, StateMemory

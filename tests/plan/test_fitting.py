@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import T5Config
 from rosetta_t5.parallel.pipeline import PipelineSettings
 from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory

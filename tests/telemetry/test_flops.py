@@ -6,8 +6,7 @@ import types
 
 import pytest
 
-from rosetta_t5.networks.decoder import TransformerConfig
-from rosetta_t5.networks.t5 import T5Config
+from rosetta_t5.networks.transformer import T5Config, TransformerConfig
 from rosetta_t5.telemetry.run_metrics import flops_of_lengths, peak_flops, training_flops_of
 
 SIZES = {

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.checkpoints import TrainStateInitializer
-from rosetta_t5.networks.t5 import T5Config, Transformer
+from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.telemetry.console import count_parameters, log_model_info, model_info
 from rosetta_t5.training.optimizers.adafactor import Adafactor

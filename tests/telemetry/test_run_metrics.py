@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from rosetta_t5.networks.t5 import T5Config
+from rosetta_t5.networks.transformer import T5Config
 from rosetta_t5.telemetry.run_metrics import (
   SKIPPED_STEPS,
   WEIGHT_NORM,

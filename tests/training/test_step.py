@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
-from rosetta_t5.networks.t5 import Transformer
+from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.telemetry.metrics import set_time_metrics_duration
 from rosetta_t5.telemetry.run_metrics import first_bad_name
 from rosetta_t5.training.optimizers.optax_wrapper import adamw
@@ -43,7 +43,7 @@ def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
   whole_grads, whole_loss, whole_metrics = gradients(num_microbatches=None)
   grads, loss, metrics = gradients(num_microbatches=4)
   largest = max(float(jnp.max(jnp.abs(grad))) for grad in jax.tree.leaves(whole_grads))
-  compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * largest)
+  compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6 * largest)
   jax.tree.map(compare, grads, whole_grads)
   np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
   assert metrics == pytest.approx(whole_metrics, rel=1e-6)

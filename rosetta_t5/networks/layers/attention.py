@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -11,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention, xla_attention
+from rosetta_t5.kernels.attention import Visibility, attend
+from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention
 from rosetta_t5.networks.gpu_fusion import projection_inputs
-from rosetta_t5.networks.kernel_choice import SegmentMask, fused_attention, gather_keys
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import (
@@ -24,8 +25,8 @@ from rosetta_t5.networks.layers.dense import (
   matmul,
   row_axes,
 )
-from rosetta_t5.networks.layers.dot_product_attention import attention_dropout_scale
-from rosetta_t5.networks.layers.positions import apply_rotary
+from rosetta_t5.networks.layers.dropout import BatchRows, attention_dropout_scale
+from rosetta_t5.networks.layers.positions import Rope, apply_rotary
 from rosetta_t5.parallel.axis_rules import constrain
 
 
@@ -50,13 +51,11 @@ class AttentionMode(enum.Enum):
 class MultiHeadDotProductAttention(nn.Module):
   """T5's attention: it has no biases, and its initial query kernel contains the scale of the logits.
 
-  With `use_bias` and `scale_queries` it is GPT's.
-
   Attributes:
     num_heads: the number of heads.
     head_dim: the size of one head.
     dtype: the type of the computation.
-    dropout_rate: dropout of the weights, shared by all queries.
+    dropout_rate: dropout of the weights, shared by all queries, and by the queries of a head of keys.
     kernel_init: initializer of the four kernels; the query's values are divided by √head_dim.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
@@ -65,12 +64,18 @@ class MultiHeadDotProductAttention(nn.Module):
     make_matmul: see `DenseGeneral`.
     transpose_batch_sequence: whether inputs and output are [length, batch, features].
     fuse_qkv_params: whether one matmul computes queries, keys and values in self-attention, and keys
-      and values in cross-attention. The kernels are stacked during tracing; they are stored
-      separately either way.
-    attention_kernel: the fused kernel that a `SegmentMask` is computed with, flash or cudnn.
+      and values in cross-attention or where queries have more heads. The kernels are stacked during
+      tracing; they are stored separately either way.
+    attention_kernel: the kernel that computes whole sequences with a `Visibility`; see `kernels.attention`.
     use_bias: whether the four projections have biases.
-    scale_queries: whether queries, instead of the query kernel's initial values, are divided by
-      √head_dim.
+    qkv_bias: whether the three projections to queries, keys and values have them.
+    num_kv_heads: the number of heads of keys and values, a divisor of `num_heads`; None for as many.
+    query_divisor: what queries are divided by; None if the query kernel's initial values are instead.
+    softcap: the soft limit of logits; see `xla_attention`.
+    make_head_norm: returns the norm of a name that is applied to each head's queries and keys; None for
+      no such norms.
+    rope: the frequencies of rotary positions; None for none.
+    window: see `Visibility`; decoding steps use it.
   """
 
   num_heads: int
@@ -86,47 +91,61 @@ class MultiHeadDotProductAttention(nn.Module):
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
   use_bias: bool = False
-  scale_queries: bool = False
+  qkv_bias: bool = False
+  num_kv_heads: int | None = None
+  query_divisor: float | None = None
+  softcap: float | None = None
+  make_head_norm: Callable[[str], nn.Module] | None = None
+  rope: Rope | None = None
+  window: int | None = None
 
   @nn.compact
   def __call__(
     self,
     inputs_q: Float[Array, "B T D"],
     inputs_kv: Float[Array, "B S D"],
-    mask: Shaped[Array, "B 1 T S"] | SegmentMask | None = None,
+    mask: Shaped[Array, "B 1 T S"] | Visibility | None = None,
     bias: Float[Array, "1 H T S"] | None = None,
     *,
     decode: bool = False,
     deterministic: bool = False,
     prefill: bool = False,
     prefill_lengths: Int[Array, " B"] | None = None,
-    rotary_positions: Int[Array, "#B T"] | None = None,
+    positions: Int[Array, "#B T"] | None = None,
+    rows: BatchRows | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns the attention's output.
 
     Args:
       inputs_q: the input of the query projection.
       inputs_kv: the input of the key and value projections.
-      mask: nonzero where a query may see a key. A `SegmentMask` selects the fused kernel.
+      mask: nonzero where a query may see a key. XLA's kernel computes masks, `attention_kernel` a
+        `Visibility`.
       bias: added to the logits.
       decode: whether `inputs_q` is one position, the one that follows those in the cache. The first
         call (in `init`, with the full length) only creates the cache.
       deterministic: whether dropout is off.
       prefill: whether the inputs are whole prompts, to be written into an existing cache.
       prefill_lengths: the number of tokens in each prompt; None counts what the first query sees.
-      rotary_positions: the positions of queries and keys for rotary embeddings; None for none.
+      positions: the positions of queries and keys, which `rope` needs.
+      rows: which rows of the whole batch these are; None for all.
 
     Raises:
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
     mode = self._mode(decode, prefill)
-    if mask is not None and not isinstance(mask, SegmentMask):
+    if mask is not None and not isinstance(mask, Visibility):
       mask = mask != 0
     q_BTHK, keys, values = self._project(inputs_q, inputs_kv, mode)
-    if self.scale_queries:
-      q_BTHK = q_BTHK / jnp.sqrt(self.head_dim).astype(q_BTHK.dtype)
-    if rotary_positions is not None:
-      q_BTHK, keys = (apply_rotary(x_BTHK, rotary_positions) for x_BTHK in (q_BTHK, keys))
+    if self.make_head_norm is not None:
+      q_BTHK = self.make_head_norm("query_norm")(q_BTHK)
+      if mode is not AttentionMode.CROSS_DECODE_STEP:
+        keys = self.make_head_norm("key_norm")(keys)
+    if self.query_divisor is not None:
+      q_BTHK = q_BTHK / jnp.asarray(self.query_divisor, q_BTHK.dtype)
+    if self.rope is not None:
+      assert positions is not None  # the stack of layers counts them if a layer has such positions
+      q_BTHK, keys = (apply_rotary(x, positions, self.rope) for x in (q_BTHK, keys))
     if mode is AttentionMode.CREATE_CACHE:
       self._cache_variables(keys, values)
     elif mode is AttentionMode.PREFILL:
@@ -135,12 +154,13 @@ class MultiHeadDotProductAttention(nn.Module):
     if mode is AttentionMode.DECODE_STEP:
       keys, values, mask, bias, beam_BML = self._append_to_cache(keys, values, mask, bias)
     if mode in (AttentionMode.DECODE_STEP, AttentionMode.CROSS_DECODE_STEP):
-      scale_BHS = self._dropout_scale(deterministic, values.shape[:3])
-      outputs_BTHK = self._attend_step(q_BTHK, keys, values, bias, mask, scale_BHS, beam_BML)
+      scale_BGS = self._dropout_scale(deterministic, values.shape[:3], rows)
+      outputs_BTHK = self._attend_step(q_BTHK, keys, values, bias, mask, scale_BGS, beam_BML)
     else:
-      batch, length, heads, _ = keys.shape
-      scale_BHS = self._dropout_scale(deterministic, (batch, heads, length))
-      outputs_BTHK = self._attend(q_BTHK, keys, values, bias, mask, scale_BHS)
+      batch, length, groups, _ = keys.shape
+      scale_BGS = self._dropout_scale(deterministic, (batch, groups, length), rows)
+      attention = (q_BTHK, keys, values, bias, mask, scale_BGS, self.softcap, self.float32_logits)
+      outputs_BTHK = attend(self.attention_kernel, *attention)
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
@@ -172,7 +192,8 @@ class MultiHeadDotProductAttention(nn.Module):
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
     # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
     is_power_of_two = math.log2(self.head_dim) % 2 == 0
-    is_fused = self.fuse_qkv_params and inputs_q is inputs_kv
+    shares_heads = self.kv_heads == self.num_heads
+    is_fused = self.fuse_qkv_params and inputs_q is inputs_kv and shares_heads
     divides_kernel = self.scale_attn_logits and (is_power_of_two or is_fused)
     query, key, value = self._projections(depth_scale, divides_kernel)
     divides_input = self.scale_attn_logits and not divides_kernel
@@ -197,14 +218,23 @@ class MultiHeadDotProductAttention(nn.Module):
     def divided_init(*args: Any) -> Array:
       return self.kernel_init(*args) / depth_scale
 
-    query_init = self.kernel_init if self.scale_queries else divided_init
+    query_init = divided_init if self.query_divisor is None else self.kernel_init
     axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
-    features = (self.num_heads, self.head_dim)
-    divisor = depth_scale if divides_kernel else None
+    options: dict[str, Any] = {"use_bias": self.use_bias or self.qkv_bias}
+    q_options = {**options, "kernel_divisor": depth_scale if divides_kernel else None}
+    q_features, kv_features = ((n, self.head_dim) for n in (self.num_heads, self.kv_heads))
     return [
-      self._dense("query", features, axes, query_init, kernel_divisor=divisor),
-      *(self._dense(name, features, axes, self.kernel_init) for name in ("key", "value")),
+      self._dense("query", q_features, axes, query_init, **q_options),
+      *(
+        self._dense(name, kv_features, axes, self.kernel_init, **options)
+        for name in ("key", "value")
+      ),
     ]
+
+  @property
+  def kv_heads(self) -> int:
+    """The number of heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
 
   def _batch_first(self, heads: jax.Array) -> jax.Array:
     """Returns a projection as [B, T, H, K]; its input may have the length first."""
@@ -228,15 +258,16 @@ class MultiHeadDotProductAttention(nn.Module):
       multiply = self.make_matmul(axes)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     y = multiply(x_ND, w_DNJ)
-    shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
+    shape = (*inputs.shape[:-1], -1, self.head_dim)
     heads = [y[..., index, :].reshape(shape) for index in range(len(kernels))]
-    if not self.use_bias:
+    if parameters[0][1] is None:
       return heads
     return [x + bias[None, None] for x, (_, bias) in zip(heads, parameters, strict=True)]
 
   def _dense(
     self, name: str, features: Any, axes: Any, init: Initializer, axis: Any = -1, **attributes: Any
   ) -> Any:
+    attributes.setdefault("use_bias", self.use_bias)
     return DenseGeneral(
       features,
       axis=axis,
@@ -246,34 +277,18 @@ class MultiHeadDotProductAttention(nn.Module):
       nd_kernel=self.nd_kernel,
       make_matmul=self.make_matmul,
       transpose_batch_sequence=self.transpose_batch_sequence,
-      use_bias=self.use_bias,
       name=name,
       **attributes,
     )
 
-  def _attend(
-    self,
-    q_BTHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
-    bias: jax.Array | None,
-    mask: jax.Array | SegmentMask | None,
-    scale_BHS: jax.Array | None,
-  ) -> jax.Array:
-    """Returns the attention of whole sequences, [B, T, H, K]."""
-    if isinstance(mask, SegmentMask):
-      return fused_attention(self.attention_kernel, q_BTHK, k_BSHK, v_BSHK, bias, mask, scale_BHS)
-    operands = gather_keys(k_BSHK, v_BSHK, bias, mask)
-    return xla_attention(q_BTHK, *operands, scale_BHS, self.float32_logits)
-
   def _attend_step(
     self,
     q_N1HK: jax.Array,
-    k_BHKS: jax.Array,
-    v_BHSK: jax.Array,
+    k_BGKS: jax.Array,
+    v_BGSK: jax.Array,
     bias: jax.Array | None,
     mask: Any,
-    scale_BHS: jax.Array | None,
+    scale_BGS: jax.Array | None,
     beam_BML: jax.Array | None,
   ) -> jax.Array:
     """Returns the attention of a decoding step, [N, 1, H, K].
@@ -282,11 +297,12 @@ class MultiHeadDotProductAttention(nn.Module):
     keys. With `beam_BML`, each beam has keys of its own, and the table names the beam that wrote
     each position.
     """
-    assert not isinstance(mask, SegmentMask)  # fused kernels only compute whole sequences
-    if scale_BHS is not None:
-      v_BHSK = v_BHSK * scale_BHS[..., None]
+    if scale_BGS is not None:
+      v_BGSK = v_BGSK * scale_BGS[..., None]
+    if isinstance(mask, Visibility):
+      mask = mask.mask()
     num_queries, _, heads, size = q_N1HK.shape
-    batch = k_BHKS.shape[0] if beam_BML is None else beam_BML.shape[0]
+    batch = k_BGKS.shape[0] if beam_BML is None else beam_BML.shape[0]
     beams = num_queries // batch
     q_BMHK = q_N1HK.reshape(batch, beams, heads, size)
     if beams > 1:
@@ -294,67 +310,20 @@ class MultiHeadDotProductAttention(nn.Module):
         None if x is None else decoding_cache.group_by_example(x, batch, beams)
         for x in (bias, mask)
       )
+    options: Any = (bias, mask, self.float32_logits, self.softcap)
     if beam_BML is None:
-      attended = cached_attention(q_BMHK, k_BHKS, v_BHSK, bias, mask, self.float32_logits)
+      attended = cached_attention(q_BMHK, k_BGKS, v_BGSK, *options)
     else:
-      attended = beam_attention(q_BMHK, k_BHKS, v_BHSK, beam_BML, bias, mask, self.float32_logits)
+      attended = beam_attention(q_BMHK, k_BGKS, v_BGSK, beam_BML, *options)
     return attended.reshape(num_queries, 1, heads, -1)
 
-  def _dropout_scale(self, deterministic: bool, shape_BHS: tuple[int, ...]) -> jax.Array | None:
+  def _dropout_scale(
+    self, deterministic: bool, shape_BGS: tuple[int, ...], rows: BatchRows | None
+  ) -> jax.Array | None:
     if deterministic or self.dropout_rate == 0.0:
       return None
     key = self.make_rng("dropout")
-    return attention_dropout_scale(key, self.dropout_rate, shape_BHS, self.dtype)
-
-  def update_cache_prefill(
-    self,
-    key: jax.Array,
-    value: jax.Array,
-    cached_key: nn.Variable,
-    cached_value: nn.Variable,
-    cache_index: nn.Variable,
-    prefill_lengths: jax.Array,
-  ) -> tuple[jax.Array, ...]:
-    """Returns (key, value, lengths, new cached_key, new cached_value, new cache_index).
-
-    Args:
-      key: [B, S, H, K], the keys of whole prompts.
-      value: [B, S, H, K], their values.
-      cached_key: the cache variable, [B, H, K, L].
-      cached_value: the cache variable, [B, H, L, K].
-      cache_index: the next position to write; from here on one for each example.
-      prefill_lengths: [B], the number of positions to write; the rest of the cache is 0.
-    """
-    del cache_index
-    length = cached_value.value.shape[2]
-    keys, values = (
-      decoding_cache.pad_prompt(x_BSHK, length, prefill_lengths) for x_BSHK in (key, value)
-    )
-    keys = decoding_cache.keys_to_cache_layout(keys)
-    values = decoding_cache.values_to_cache_layout(values)
-    return key, value, prefill_lengths, keys, values, prefill_lengths
-
-  def update_cache_decode(
-    self,
-    key: jax.Array,
-    value: jax.Array,
-    cached_key: nn.Variable,
-    cached_value: nn.Variable,
-    cache_index: nn.Variable,
-  ) -> tuple[jax.Array, ...]:
-    """Returns (all keys, all values, index, new cached_key, new cached_value, new cache_index).
-
-    Args:
-      key: [B, 1, H, K], the key at the index.
-      value: [B, 1, H, K], the value at the index.
-      cached_key: the cache variable, [B, H, K, L].
-      cached_value: the cache variable, [B, H, L, K].
-      cache_index: the position to write: a scalar, or [B] after a prefill.
-    """
-    index = cache_index.value
-    keys = decoding_cache.write_position(cached_key.value, key, index, axis=3)
-    values = decoding_cache.write_position(cached_value.value, value, index, axis=2)
-    return keys.transpose(0, 3, 1, 2), values.swapaxes(1, 2), index, keys, values, index + 1
+    return attention_dropout_scale(key, self.dropout_rate, shape_BGS, self.dtype, rows)
 
   def _cache_variables(self, k_BSHK: jax.Array, v_BSHK: jax.Array) -> list[nn.Variable]:
     """Returns the variables for keys, values, the next index and the writing beams."""
@@ -374,9 +343,13 @@ class MultiHeadDotProductAttention(nn.Module):
     if prefill_lengths is None:
       if mask is None:
         raise ValueError("prefill needs prefill_lengths, or a mask that shows where prompts end")
+      mask = mask.mask() if isinstance(mask, Visibility) else mask
       prefill_lengths = jnp.sum(mask[:, 0, 0], axis=-1, dtype=index.value.dtype)
-    new = self.update_cache_prefill(k_BSHK, v_BSHK, keys, values, index, prefill_lengths)
-    *_, keys.value, values.value, index.value = new
+    prompts = decoding_cache.prompts_to_cache(
+      k_BSHK, v_BSHK, values.value.shape[2], prefill_lengths
+    )
+    keys.value, values.value = prompts
+    index.value = prefill_lengths
 
   def _append_to_cache(
     self, k_B1HK: jax.Array, v_B1HK: jax.Array, mask: Any, bias: jax.Array | None
@@ -389,9 +362,11 @@ class MultiHeadDotProductAttention(nn.Module):
       )
     keys, values, index, beam = self._cache_variables(k_B1HK, v_B1HK)
     beam.value = decoding_cache.record_writing_beam(beam.value, index.value)
-    new = self.update_cache_decode(k_B1HK, v_B1HK, keys, values, index)
-    _, _, position, keys.value, values.value, index.value = new
-    visible = decoding_cache.visible_positions(position, values.value.shape[2])
+    position, index.value = index.value, index.value + 1
+    keys.value = decoding_cache.write_position(keys.value, k_B1HK, position, axis=3)
+    values.value = decoding_cache.write_position(values.value, v_B1HK, position, axis=2)
+    length = values.value.shape[2]
+    visible = decoding_cache.visible_positions(position, length, self.window)
     mask = visible if mask is None else visible & mask
     bias = None if bias is None else decoding_cache.bias_row(bias, position)
     # Beam search gives the table of writing beams a dimension for the beams: [batch, beam, length].

@@ -55,13 +55,24 @@ def group_by_example(
   return x_NH1S.reshape(batch_size, num_beams, heads, length).swapaxes(1, 2)
 
 
-def pad_prompt(
-  x_BSHK: Float[Array, "B S H K"], length: int, lengths_B: Int[Array, " B"]
-) -> Float[Array, "B L H K"]:
-  """Returns a prompt's keys or values padded to `length`, with zeros after each prompt's end."""
-  x_BLHK = jnp.pad(x_BSHK, ((0, 0), (0, length - x_BSHK.shape[1]), (0, 0), (0, 0)))
+def prompts_to_cache(
+  k_BSHK: Float[Array, "B S H K"],
+  v_BSHK: Float[Array, "B S H K"],
+  length: int,
+  lengths_B: Int[Array, " B"],
+) -> tuple[Float[Array, "B H K L"], Float[Array, "B H L K"]]:
+  """Returns prompts' keys and values in the cache's layout, with zeros after each prompt's end.
+
+  Args:
+    k_BSHK: the keys.
+    v_BSHK: the values.
+    length: the number of positions in the cache.
+    lengths_B: the number of tokens in each prompt.
+  """
   is_prompt_BL11 = jnp.arange(length)[None, :, None, None] < lengths_B[:, None, None, None]
-  return jnp.where(is_prompt_BL11, x_BLHK, 0)
+  padding = ((0, 0), (0, length - k_BSHK.shape[1]), (0, 0), (0, 0))
+  k_BLHK, v_BLHK = (jnp.where(is_prompt_BL11, jnp.pad(x, padding), 0) for x in (k_BSHK, v_BSHK))
+  return keys_to_cache_layout(k_BLHK), values_to_cache_layout(v_BLHK)
 
 
 def write_position(
@@ -106,10 +117,15 @@ def record_writing_beam(
 
 
 def visible_positions(
-  index: Int[Array, ""] | Int[Array, " B"], length: int
+  index: Int[Array, ""] | Int[Array, " B"], length: int, window: int | None = None
 ) -> Bool[Array, "#B 1 1 L"]:
-  """Returns the mask of the cached positions that the query at `index` sees: those up to its own."""
-  return jnp.arange(length)[None, None, None] <= index.reshape(-1, 1, 1, 1)
+  """Returns the mask of the cached positions that the query at `index` sees.
+
+  These are those up to its own or, with a window, the last `window` of them.
+  """
+  position_111L, index_B111 = jnp.arange(length)[None, None, None], index.reshape(-1, 1, 1, 1)
+  visible = position_111L <= index_B111
+  return visible if window is None else visible & (index_B111 - position_111L < window)
 
 
 def bias_row(

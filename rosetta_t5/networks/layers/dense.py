@@ -15,8 +15,12 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.pipelined_stack import microbatch_rows
-from rosetta_t5.parallel.axis_rules import constrain, context_shards, target_device
+from rosetta_t5.networks.layers.dropout import BatchRows, feature_dropout
+from rosetta_t5.parallel.axis_rules import (
+  constrain,
+  context_shards,
+  target_device,
+)
 
 Initializer = Callable[..., Array]
 # y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
@@ -266,36 +270,6 @@ def activation_axes(
   return ("length", batch, last) if transpose_batch_sequence else (batch, "length", last)
 
 
-def feature_dropout(
-  rate: float, transpose_batch_sequence: bool = False, name: str | None = None
-) -> nn.Dropout:
-  """Returns T5's dropout of activations: it drops the same features at every position."""
-  length_axis, batch_axis = (-3, -2) if transpose_batch_sequence else (-2, -3)
-  if microbatch_rows() is None:
-    return nn.Dropout(rate, (length_axis,), name=name)
-  return Dropout(rate, (length_axis,), name=name, batch_axis=batch_axis)
-
-
-class Dropout(nn.Dropout):
-  """Dropout in a stage of a pipeline, which drops what one device drops. The name determines the key.
-
-  Attributes:
-    batch_axis: the dimension of the batch.
-  """
-
-  batch_axis: int = -3
-
-  @nn.compact
-  def __call__(self, inputs: jax.Array, deterministic: bool) -> jax.Array:  # type: ignore[override]
-    """Returns the inputs, some of them set to 0 and the others divided by the share that is kept."""
-    if deterministic or self.rate == 0.0:
-      return inputs
-    rows: Any = microbatch_rows()
-    shape = [1 if n - inputs.ndim in self.broadcast_dims else s for n, s in enumerate(inputs.shape)]
-    kept = rows.bernoulli(self.make_rng("dropout"), 1.0 - self.rate, shape, self.batch_axis)
-    return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
-
-
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
   """Returns the activation called `name` in flax.linen; `linear` is the identity.
 
@@ -360,7 +334,11 @@ class MlpBlock(nn.Module):
 
   @nn.compact
   def __call__(
-    self, inputs: Float[Array, "B T D"], decode: bool = False, deterministic: bool = False
+    self,
+    inputs: Float[Array, "B T D"],
+    decode: bool = False,
+    deterministic: bool = False,
+    rows: BatchRows | None = None,
   ) -> Float[Array, "B T D"]:
     """Returns the block's output; `decode` has no effect and exists because T5X has it."""
     del decode
@@ -385,7 +363,7 @@ class MlpBlock(nn.Module):
       gate = jax.checkpoint(gate)
     hidden_BTF = gate(*branches)
     dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
-    hidden_BTF = dropout(hidden_BTF, deterministic=deterministic)
+    hidden_BTF = dropout(hidden_BTF, deterministic, rows)
     axes = activation_axes(self.mlp_axis, self.transpose_batch_sequence, self.batch_axis)
     hidden_BTF = constrain(hidden_BTF, axes)
     output = dense(inputs.shape[-1], kernel_axes=(self.mlp_axis, "embed"), name="wo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float, Int
 
-from rosetta_t5.kernels.cross_entropy import LogitFactors
+from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logit
+from rosetta_t5.kernels.xla_attention import soft_cap
 from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
 from rosetta_t5.parallel.axis_rules import constrain, context_shards, dividing_axes, target_device
 
@@ -109,34 +111,68 @@ def _look_up_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[ja
 _look_up_sum.defvjp(_look_up_forward, _look_up_backward)
 
 
+def position_vectors(
+  config: Any, positions_BT: Int[Array, "B T"], length: int
+) -> Float[Array, "B T D"]:
+  """Returns the learned vectors of the positions from a table of the calling module.
+
+  Args:
+    config: a `NetworkConfig`.
+    positions_BT: the positions; B may be 1.
+    length: the number of positions that there can be.
+
+  Raises:
+    ValueError: it is larger than the table.
+  """
+  if length > config.max_length:
+    raise ValueError(
+      f"{config.name}.max_length must be at least the length of the sequences, {length}, got "
+      f"{config.max_length}: increase it, or decrease TASK_FEATURE_LENGTHS (inputs and targets are one "
+      "sequence)"
+    )
+  table_LD = param_with_axes(
+    "position_embedding",
+    nn.initializers.normal(1.0 if config.init_stddev is None else config.init_stddev),
+    (config.max_length, config.emb_dim),
+    jnp.float32,
+    axes=("abspos_buckets", "embed"),
+  )
+  # A table that is split by `embed` is gathered first, like the token table (see `Embed`).
+  table_LD = constrain(table_LD, ("abspos_buckets", None))
+  # Examples that are full while others are still being decoded have positions beyond the table.
+  vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(config.dtype)
+  return constrain(vectors_BTD, ("batch", "length", "embed"))
+
+
 def output_layer(
-  config: Any,
-  embedding: Any,
-  y_BTD: Float[Array, "B T D"],
-  return_logits: bool = True,
-  divide_tied_logits: bool = True,
+  config: Any, embedding: Any, y_BTD: Float[Array, "B T D"], return_logits: bool = True
 ) -> Float[Array, "B T V"] | LogitFactors:
   """Returns the float32 logits, computed with a kernel of the calling module or the embedding table.
 
   Args:
-    config: has `vocab_size`, and `logits_via_embedding`: whether the table is the kernel.
+    config: a `NetworkConfig`.
     embedding: the `Embed` module.
     y_BTD: the decoder's last activations.
     return_logits: False returns the two factors of the logits, for a loss that is computed in chunks.
-    divide_tied_logits: whether logits from the table are divided by √D, as in T5.
   """
+  divisor = 1 / config.logit_scale
   if config.logits_via_embedding:
-    divisor = jnp.sqrt(y_BTD.shape[-1]) if divide_tied_logits else 1.0
-    if return_logits:
+    divisor *= math.sqrt(y_BTD.shape[-1]) if config.divide_tied_logits else 1
+  else:
+    logits_dense = DenseGeneral(
+      config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
+    )
+  excluded = jnp.asarray(config.pad_id, jnp.int32) if config.padding_never_follows else None
+  if return_logits:
+    if config.logits_via_embedding:
       # Where positions are split, XLA would otherwise gather the table instead of the activations.
       logits_BTV = constrain(embedding.attend(y_BTD), ("batch", "length", "vocab"))
-      return logits_BTV / divisor
+    else:
+      logits_BTV = logits_dense(y_BTD)
+    return set_logit(soft_cap(logits_BTV / divisor, config.logit_softcap), excluded)
+  if config.logits_via_embedding:
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
-    return LogitFactors(y_BTD.astype(kernel_DV.dtype) / divisor, kernel_DV)
-  logits_dense = DenseGeneral(
-    config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
-  )
-  if return_logits:
-    return logits_dense(y_BTD)
-  kernel_DV, _ = logits_dense(y_BTD, parameters_only=True)
-  return LogitFactors(y_BTD, kernel_DV)
+  else:
+    kernel_DV, _ = logits_dense(y_BTD, parameters_only=True)
+  hidden_BTD = y_BTD if divisor == 1 else y_BTD.astype(kernel_DV.dtype) / divisor
+  return LogitFactors(hidden_BTD, kernel_DV, excluded, config.logit_softcap)

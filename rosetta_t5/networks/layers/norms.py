@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +24,21 @@ class LayerNorm(nn.Module):
     epsilon: added to the mean square.
     dtype: the type of the result.
     scale_init: initializer of the scale.
+    plus_one: whether 1 is added to the scale, which is applied in float32 (Gemma).
+    axis: the logical axis of the scale.
   """
 
   epsilon: float = 1e-6
   dtype: Any = jnp.float32
   scale_init: Initializer = nn.initializers.ones
+  plus_one: bool = False
+  axis: str = "embed"
 
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """Returns the normalized, scaled input."""
     size = (x.shape[-1],)
-    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=("embed",))
+    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=(self.axis,))
     normalize: Callable[..., jax.Array] = self._normalize
     if computes_on_gpu(self):
       # Without a saved statistic, XLA normalizes in one kernel, which reads its input once. The scale
@@ -45,9 +50,11 @@ class LayerNorm(nn.Module):
   def _normalize(self, x: jax.Array, scale_D: jax.Array) -> jax.Array:
     x_BTD = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
-    normed_BTD = (x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)).astype(self.dtype)
-    scale_11D = scale_D.astype(self.dtype).reshape((1,) * (x_BTD.ndim - 1) + (-1,))
-    return normed_BTD * scale_11D
+    normed_BTD = x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)
+    scale_11D = scale_D.reshape((1,) * (x_BTD.ndim - 1) + (-1,))
+    if self.plus_one:
+      return (normed_BTD * (1.0 + scale_11D)).astype(self.dtype)
+    return normed_BTD.astype(self.dtype) * scale_11D.astype(self.dtype)
 
 
 class StandardLayerNorm(nn.Module):
@@ -56,25 +63,41 @@ class StandardLayerNorm(nn.Module):
   Attributes:
     epsilon: added to the variance.
     dtype: the type of the result.
+    use_bias: whether there is a bias.
+    axis: the logical axis of scale and bias.
   """
 
   epsilon: float = 1e-5
   dtype: Any = jnp.float32
+  use_bias: bool = True
+  axis: str = "embed"
 
   @nn.compact
-  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     """Returns the normalized, scaled and shifted input."""
-    size = (x.shape[-1],)
-    scale_D = param_with_axes("scale", nn.initializers.ones, size, jnp.float32, axes=("embed",))
-    bias_D = param_with_axes("bias", nn.initializers.zeros, size, jnp.float32, axes=("embed",))
+    leading = (1,) * (x.ndim - 1)
+
+    def parameter(name: str, init: Initializer) -> jax.Array:
+      value_D = param_with_axes(name, init, x.shape[-1:], jnp.float32, axes=(self.axis,))
+      return value_D.reshape(*leading, -1)
+
+    scale = parameter("scale", nn.initializers.ones)
+    bias = parameter("bias", nn.initializers.zeros) if self.use_bias else None
     x_BTD = x.astype(jnp.float32)
     x_BTD = x_BTD - jnp.mean(x_BTD, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
-    normed_BTD = x_BTD * jax.lax.rsqrt(variance + self.epsilon)
-    return (normed_BTD * scale_D[None, None] + bias_D[None, None]).astype(self.dtype)
+    scaled_BTD = x_BTD * jax.lax.rsqrt(variance + self.epsilon) * scale
+    return (scaled_BTD if bias is None else scaled_BTD + bias).astype(self.dtype)
 
 
-def make_norm(config: Any, name: str) -> nn.Module:
+NORMS: dict[str, Callable[..., nn.Module]] = {
+  "rms": LayerNorm,
+  "rms_plus_one": functools.partial(LayerNorm, scale_init=nn.initializers.zeros, plus_one=True),
+  "layer": StandardLayerNorm,
+  "layer_without_bias": functools.partial(StandardLayerNorm, use_bias=False),
+}
+
+
+def make_norm(config: Any, name: str, axis: str = "embed") -> nn.Module:
   """Returns a norm of the kind `config.norm`, with the epsilon `config.norm_epsilon`."""
-  norm_cls: Any = {"rms": LayerNorm, "layer": StandardLayerNorm}[config.norm]
-  return norm_cls(epsilon=config.norm_epsilon, dtype=config.dtype, name=name)
+  return NORMS[config.norm](epsilon=config.norm_epsilon, dtype=config.dtype, axis=axis, name=name)

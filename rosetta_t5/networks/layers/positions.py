@@ -1,20 +1,18 @@
-"""Attention masks and position information: T5's learned relative bias, and rotary embeddings."""
+"""Position information: T5's learned relative bias, and rotary embeddings."""
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.linen.partitioning import param_with_axes
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.embedding import default_embed_init
 
@@ -150,113 +148,69 @@ def _check_lengths(qlen: int, klen: int) -> None:
     )
 
 
-def apply_rotary(
-  x_BTHK: Float[Array, "B T H K"], positions_BT: Int[Array, "#B T"], base: float = 10_000.0
-) -> Float[Array, "B T H K"]:
-  """Returns queries or keys with rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
+class Rope(NamedTuple):
+  """The frequencies of rotary position embeddings (Su et al. 2021, arXiv:2104.09864).
 
-  Features i and i + K/2 form a pair, as in GPT-NeoX and Llama. The pair is rotated by the angle
-  position · base^(−2i/K). Angles are float32, because bfloat16 cannot represent position 257.
+  Attributes:
+    theta: the base of the frequencies; a larger one makes the slowest pair rotate more slowly.
+    interleaved: whether features 2i and 2i + 1 form a pair (GPT-J, Cohere), rather than i and i + K/2
+      (GPT-NeoX, Llama).
+    scaling: how the frequencies of longer texts are derived from those of pretraining, as (name, value)
+      pairs with Hugging Face's names; see `frequencies`.
+  """
+
+  theta: float = 10_000.0
+  interleaved: bool = False
+  scaling: tuple[tuple[str, Any], ...] = ()
+
+  def frequencies(self, pairs: int) -> Float[Array, " P"]:
+    """Returns the angle per position of each pair of features.
+
+    `rope_type` "linear" divides all by `factor`. "llama3" (Llama 3.1) divides those whose wavelength
+    is longer than `original_max_position_embeddings` / `low_freq_factor`, keeps those with one shorter
+    than it / `high_freq_factor`, and interpolates between the two.
+    """
+    frequency_P = self.theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+    scaling: dict[str, Any] = dict(self.scaling)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    check_one_of("rope_scaling's rope_type", kind, ROPE_TYPES)
+    if kind == "default":
+      return frequency_P
+    divided_P = frequency_P / scaling["factor"]
+    if kind == "linear":
+      return divided_P
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    rotations_P = scaling["original_max_position_embeddings"] * frequency_P / (2 * math.pi)
+    kept_P = jnp.clip((rotations_P - low) / (high - low), 0.0, 1.0)
+    return kept_P * frequency_P + (1 - kept_P) * divided_P
+
+
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+def apply_rotary(
+  x_BTHK: Float[Array, "B T H K"],
+  positions_BT: Int[Array, "#B T"],
+  rope: Rope = Rope(),  # noqa: B008 - it is immutable
+) -> Float[Array, "B T H K"]:
+  """Returns queries or keys whose pairs of features are rotated by their position times a frequency.
+
+  Angles are float32, because bfloat16 cannot represent position 257.
 
   Args:
     x_BTHK: queries or keys; K is even.
     positions_BT: the position of each.
-    base: the base of the frequencies; a larger one makes the slowest pair rotate more slowly.
+    rope: the frequencies.
   """
-  half = x_BTHK.shape[-1] // 2
-  frequency_P = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle_BT1P = positions_BT[..., None, None].astype(jnp.float32) * frequency_P[None, None, None]
+  pairs = x_BTHK.shape[-1] // 2
+  frequency_111P = rope.frequencies(pairs)[None, None, None]
+  angle_BT1P = positions_BT[..., None, None].astype(jnp.float32) * frequency_111P
   cos, sin = jnp.cos(angle_BT1P), jnp.sin(angle_BT1P)
-  first, second = x_BTHK[..., :half].astype(jnp.float32), x_BTHK[..., half:].astype(jnp.float32)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTHK.dtype)
-
-
-def make_attention_mask(
-  query_input: Shaped[Array, "B T"],
-  key_input: Shaped[Array, "B S"],
-  pairwise_fn: Callable[[Array, Array], Array] = jnp.multiply,
-  extra_batch_dims: int = 0,
-  dtype: Any = jnp.float32,
-) -> Shaped[Array, "... 1 T S"]:
-  """Returns the mask whose entry for a query and a key is `pairwise_fn` of their inputs.
-
-  Args:
-    query_input: one value per query position, such as whether it is a token, or its segment id.
-    key_input: one value per key position.
-    pairwise_fn: called with [B, T, 1] and [B, 1, S]; nonzero lets the query see the key.
-    extra_batch_dims: the number of leading dimensions of size 1 to add.
-    dtype: the mask's type.
-  """
-  mask = pairwise_fn(query_input[..., :, None], key_input[..., None, :])
-  mask = jnp.expand_dims(mask, (*range(extra_batch_dims), -3))
-  return mask.astype(dtype)
-
-
-def make_causal_mask(
-  x: Shaped[Array, "B T"], extra_batch_dims: int = 0, dtype: Any = jnp.float32
-) -> Shaped[Array, "... 1 T T"]:
-  """Returns the mask with which a position sees itself and the positions before it."""
-  positions = jnp.broadcast_to(jnp.arange(x.shape[-1], dtype=jnp.int32), x.shape)
-  return make_attention_mask(positions, positions, jnp.greater_equal, extra_batch_dims, dtype)
-
-
-def combine_masks(*masks: Array | None, dtype: Any = jnp.float32) -> Array | None:
-  """Returns the mask that allows what every given mask allows; None if all are None."""
-  given = [mask != 0 for mask in masks if mask is not None]
-  return functools.reduce(jnp.logical_and, given).astype(dtype) if given else None
-
-
-def combine_biases(*biases: Array | None) -> Array | None:
-  """Returns the sum of the given biases; None if all are None."""
-  given = [bias for bias in biases if bias is not None]
-  return functools.reduce(operator.add, given) if given else None
-
-
-def make_boolean_mask(
-  real_queries: Bool[Array, "B T"],
-  real_keys: Bool[Array, "B S"],
-  query_segments: Shaped[Array, "B T"] | None = None,
-  key_segments: Shaped[Array, "B S"] | None = None,
-  causal: bool = False,
-  prefix: Shaped[Array, "B T"] | None = None,
-) -> Bool[Array, "B 1 T S"]:
-  """Returns which query sees which key.
-
-  Args:
-    real_queries: which queries are not padding.
-    real_keys: which keys are not padding.
-    query_segments: the packed example that each query belongs to; None if rows are not packed.
-    key_segments: the packed example that each key belongs to.
-    causal: whether a query does not see the keys after it.
-    prefix: nonzero for the positions of a causal mask that all see each other (prefix LM).
-  """
-  mask = make_attention_mask(real_queries, real_keys, jnp.logical_and, dtype=bool)
-  if causal:
-    visible = make_causal_mask(real_queries, dtype=bool)
-    if prefix is not None:
-      in_prefix = prefix != 0
-      visible |= make_attention_mask(in_prefix, in_prefix, jnp.logical_and, dtype=bool)
-    mask = visible & mask
-  if query_segments is not None and key_segments is not None:
-    mask &= make_attention_mask(query_segments, key_segments, jnp.equal, dtype=bool)
-  return mask
-
-
-def make_decoder_mask(
-  decoder_target_tokens: Shaped[Array, "B T"],
-  dtype: Any,
-  decoder_causal_attention: Shaped[Array, "B T"] | None = None,
-  decoder_segment_ids: Shaped[Array, "B T"] | None = None,
-) -> Shaped[Array, "B 1 T T"]:
-  """Returns the decoder's self-attention mask: causal, without padding, within a segment.
-
-  Args:
-    decoder_target_tokens: 0 is padding.
-    dtype: the mask's type.
-    decoder_causal_attention: 1 for positions of a prefix, which all see each other (prefix LM).
-    decoder_segment_ids: the packed example that each position belongs to.
-  """
-  real, ids = decoder_target_tokens > 0, decoder_segment_ids
-  mask = make_boolean_mask(real, real, ids, ids, causal=True, prefix=decoder_causal_attention)
-  return mask.astype(dtype)
+  x_BTHK32 = x_BTHK.astype(jnp.float32)
+  if rope.interleaved:
+    first, second = x_BTHK32[..., ::2], x_BTHK32[..., 1::2]
+  else:
+    first, second = x_BTHK32[..., :pairs], x_BTHK32[..., pairs:]
+  rotated = first * cos - second * sin, second * cos + first * sin
+  joined = jnp.stack(rotated, -1) if rope.interleaved else jnp.concatenate(rotated, -1)
+  return joined.reshape(x_BTHK.shape).astype(x_BTHK.dtype)

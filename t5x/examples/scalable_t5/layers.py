@@ -1,8 +1,37 @@
-"""T5X's `examples.scalable_t5.layers`."""
+"""T5X's `examples.scalable_t5.layers`, whose kernels keep heads and head size as separate dimensions."""
 
-from rosetta_t5.networks.layers.dense import nd_dense_init
-from rosetta_t5.networks.layers.dot_product_attention import dot_product_attention
+from rosetta_t5.networks.layers import dense
+from rosetta_t5.networks.layers.dense import Initializer, nd_dense_init
 from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.norms import LayerNorm
-from rosetta_t5.networks.layers.positions import *
-from rosetta_t5.networks.scalable_t5 import DenseGeneral, MlpBlock, MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.positions import RelativePositionBiases
+from t5x.examples.t5 import layers
+from t5x.examples.t5.layers import (
+  combine_biases,
+  combine_masks,
+  dot_product_attention,
+  make_attention_mask,
+  make_causal_mask,
+  make_decoder_mask,
+)
+
+
+class DenseGeneral(dense.DenseGeneral):
+  """A projection whose kernel is stored as [*inputs, *outputs]; see `dense.DenseGeneral`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MlpBlock(dense.MlpBlock):
+  """T5's feed-forward block; see `dense.MlpBlock`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
+  nd_kernel: bool = True
+
+
+class MultiHeadDotProductAttention(layers.MultiHeadDotProductAttention):
+  """T5's attention with kernels [embed, heads, kv] and [heads, kv, embed]; see `attention`."""
+
+  kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "normal")
+  nd_kernel: bool = True

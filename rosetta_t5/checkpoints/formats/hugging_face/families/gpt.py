@@ -1,4 +1,4 @@
-"""Reads and writes the weights of Transformers' GPT-2 and GPT-Neo as those of `networks.decoder`.
+"""Reads and writes the weights of Transformers' GPT-2 and GPT-Neo as those of `networks.transformer`.
 
 Our ids are one higher, because id 0 is padding and starts every text. Row 0 of our embedding table is
 a copy of the row of `<|endoftext|>`, the token that these models have seen before a text, and
@@ -15,7 +15,7 @@ from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
-from rosetta_t5.networks.decoder_config import TransformerConfig
+from rosetta_t5.networks.config import TransformerConfig
 
 MODEL_TYPES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
 IS_DECODER = True
@@ -132,23 +132,24 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
     "float32_attention_logits": is_neo,
     "divide_tied_logits": False,
     "padding_never_follows": not config.get(name_tables.PADDING_IS_TOKEN_0),
-    "local_attention_window": _local_attention_window(config),
+    **_local_layers(config),
   }
 
 
-def _local_attention_window(config: Config) -> int | None:
-  """Returns the window of GPT-Neo's local layers, in positions; None if there are no such layers."""
+def _local_layers(config: Config) -> dict[str, Any]:
+  """Returns the window of GPT-Neo's local layers, in positions, and which layers are local."""
   layers, types = config.get("num_layers", 0), config.get("attention_types", [])
   kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
   if "local" not in kinds:
-    return None
-  if kinds != [("global", "local")[layer % 2] for layer in range(layers)]:
+    return {}
+  if len(kinds) != layers:
     raise ValueError(
-      f"attention_types must alternate between 'global' and 'local', beginning with 'global', for "
-      f"{layers} layers, got {types}"
+      f"attention_types must name the kind of each of {layers} layers, got {len(kinds)}: {types}"
     )
-  window: int = config.get("window_size", 256)
-  return window
+  period = next(
+    n for n in range(1, layers + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+  )
+  return {"window": config.get("window_size", 256), "layer_pattern": tuple(kinds[:period])}
 
 
 def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
@@ -198,7 +199,7 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
       "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
       "config.gin of the run that trained it, or to the config.json that it came with"
     )
-  is_neo = network.local_attention_window is not None or not _scales_queries(network)
+  is_neo = network.window is not None or not _scales_queries(network)
   return "gpt_neo" if is_neo else "gpt2"
 
 
@@ -232,12 +233,12 @@ def make_config(
 
 
 def _check_network(arrays: Arrays, network: TransformerConfig, model_type: str) -> None:
-  width, window = arrays[EMBEDDING].shape[1], network.local_attention_window
+  width, window = arrays[EMBEDDING].shape[1], network.window
   reason = ""
   if network.num_heads * network.head_dim != width:
     reason = f"num_heads * head_dim must be {width}, got {network.num_heads} * {network.head_dim}"
   elif model_type == "gpt2" and window is not None:
-    reason = f"local_attention_window must be None, got {window}; --model-type gpt_neo supports it"
+    reason = f"window must be None, got {window}; --model-type gpt_neo supports it"
   elif network.divide_tied_logits or _scales_queries(network) != (model_type == "gpt2"):
     reason = "divide_tied_logits must be False, and scale_queries True only for gpt2"
   elif model_type == "gpt_neo" and any(
@@ -249,12 +250,10 @@ def _check_network(arrays: Arrays, network: TransformerConfig, model_type: str) 
 
 
 def _attention_types(config: TransformerConfig) -> dict[str, Any]:
-  layers, window = config.num_layers, config.local_attention_window
-  if window is None:
-    return {"attention_types": [[["global"], layers]]}
-  groups: list[Any] = [[["global", "local"], layers // 2]] if layers > 1 else []
-  groups += [[["global"], 1]] if layers % 2 else []
-  return {"attention_types": groups, "window_size": window}
+  layers, pattern = config.num_layers, list(config.layer_pattern)
+  groups: list[Any] = [[pattern, layers // len(pattern)]] if layers >= len(pattern) else []
+  groups += [[pattern[:rest], 1]] if (rest := layers % len(pattern)) else []
+  return {"attention_types": groups, **({"window_size": config.window} if config.window else {})}
 
 
 def _vocabulary_entries(table: StoredArray, source: Config, is_shifted: bool) -> dict[str, Any]:

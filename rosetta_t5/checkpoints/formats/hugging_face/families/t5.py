@@ -18,7 +18,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import (
 )
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
-from rosetta_t5.networks.t5_config import T5Config
+from rosetta_t5.networks.config import T5Config
 
 _SWITCH = "switch_transformers"
 MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}

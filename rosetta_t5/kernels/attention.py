@@ -1,0 +1,381 @@
+"""Which query sees which key, and the kernels that compute attention.
+
+`KERNELS` is the registry. A kernel's `refuses` is the only rule of what it can compute: its text is the
+error of a run that asks for the kernel, and the filter of those that `attention_kernel = 'auto'` measures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from rosetta_t5.kernels.context_attention import context_attention
+from rosetta_t5.kernels.flash_attention import FlashOptions, Segments, flash_attention
+from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.parallel.axis_rules import (
+  constrain,
+  context_shards,
+  dividing_axes,
+  target_device,
+)
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS
+
+
+@struct.dataclass
+class Visibility:
+  """Which query sees which key: those of its own segment, limited by causality and a window.
+
+  Attributes:
+    query_BT: each query's segment; 0 is padding.
+    key_BS: each key's segment.
+    prefix_BT: nonzero for the positions of a causal row that all see each other (prefix LM); None for
+      no such positions.
+    causal: whether a query does not see the keys after it.
+    window: a query sees keys at a distance of less than this; None for all distances.
+    packed: whether a row may have segments other than 0 and 1.
+  """
+
+  query_BT: Int[Array, "B T"]
+  key_BS: Int[Array, "B S"]
+  prefix_BT: Int[Array, "B T"] | None = None
+  causal: bool = struct.field(pytree_node=False, default=False)
+  window: int | None = struct.field(pytree_node=False, default=None)
+  packed: bool = struct.field(pytree_node=False, default=False)
+
+  @classmethod
+  def of_tokens(
+    cls,
+    real_BT: Bool[Array, "B T"],
+    real_BS: Bool[Array, "B S"],
+    segments_BT: Int[Array, "B T"] | None = None,
+    segments_BS: Int[Array, "B S"] | None = None,
+    **options: Any,
+  ) -> Visibility:
+    """Returns the visibility of rows of tokens.
+
+    Args:
+      real_BT: which queries are not padding.
+      real_BS: which keys are not padding.
+      segments_BT: the packed example that each query belongs to; None if rows are not packed.
+      segments_BS: the packed example that each key belongs to.
+      **options: `prefix_BT`, `causal` and `window`.
+    """
+    if segments_BT is None or segments_BS is None:
+      return cls(real_BT.astype(jnp.int32), real_BS.astype(jnp.int32), **options)
+    query_BT, key_BS = jnp.where(real_BT, segments_BT, 0), jnp.where(real_BS, segments_BS, 0)
+    return cls(query_BT.astype(jnp.int32), key_BS.astype(jnp.int32), packed=True, **options)
+
+  def mask(self) -> Bool[Array, "B 1 T S"]:
+    """Returns True where a query sees a key."""
+    visible_BTS = (self.query_BT > 0)[:, :, None] & (self.key_BS > 0)[:, None]
+    query_T1 = jnp.arange(self.query_BT.shape[1])[:, None]
+    distance_TS = query_T1 - jnp.arange(self.key_BS.shape[1])[None]
+    if self.causal:
+      causal_BTS = (distance_TS >= 0)[None]
+      if self.prefix_BT is not None:
+        in_prefix_BT = self.prefix_BT != 0
+        causal_BTS |= in_prefix_BT[:, :, None] & in_prefix_BT[:, None]
+      visible_BTS &= causal_BTS
+    if self.window is not None:
+      visible_BTS &= (jnp.abs(distance_TS) < self.window)[None]
+    if self.packed:
+      visible_BTS &= self.query_BT[:, :, None] == self.key_BS[:, None]
+    return visible_BTS[:, None]
+
+
+def real_queries(
+  visible: Visibility | Bool[Array, "B 1 T S"] | None,
+) -> Bool[Array, "B T"] | None:
+  """Returns which queries of self-attention are not padding; None for all."""
+  if isinstance(visible, Visibility):
+    return visible.query_BT > 0
+  return None if visible is None else jnp.any(visible, axis=(1, 3))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+  """One kind of attention of a step, as one device computes it.
+
+  Attributes:
+    queries: the number of queries in a row.
+    keys: the number of keys in a row.
+    heads: the number of heads of queries.
+    kv_heads: the number of heads of keys and values.
+    head_dim: the size of a head.
+    dtype: the type of queries, keys and values.
+    causal: whether a query does not see the keys after it.
+    has_bias: whether a learned bias is added to the logits.
+    packed: whether a row contains several examples.
+    has_prefix: whether the first positions of a causal row see each other.
+    window: see `Visibility`.
+    softcap: see `xla_attention`.
+    context_shards: into how many parts rows are split over devices.
+    batch: the number of examples.
+    layers: the number of layers that compute it.
+  """
+
+  queries: int
+  keys: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  dtype: str
+  causal: bool = False
+  has_bias: bool = False
+  packed: bool = False
+  has_prefix: bool = False
+  window: int | None = None
+  softcap: float | None = None
+  context_shards: int = 1
+  batch: int = 1
+  layers: int = 1
+
+  @classmethod
+  def of_operands(
+    cls, q_BTHK: Array, k_BSGK: Array, bias: Any, visible: Visibility, softcap: float | None
+  ) -> AttentionCase:
+    """Returns the case that `Kernel.run` computes with these arguments."""
+    return cls(
+      queries=q_BTHK.shape[1],
+      keys=k_BSGK.shape[1],
+      heads=q_BTHK.shape[2],
+      kv_heads=k_BSGK.shape[2],
+      head_dim=q_BTHK.shape[3],
+      dtype=q_BTHK.dtype.name,
+      causal=visible.causal,
+      has_bias=bias is not None,
+      packed=visible.packed,
+      has_prefix=visible.prefix_BT is not None,
+      window=visible.window,
+      softcap=softcap,
+      context_shards=context_shards(),
+    )
+
+
+class Kernel(NamedTuple):
+  """A way to compute the attention of whole sequences.
+
+  Attributes:
+    run: called as run(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible, value_scale_BGS, softcap,
+      float32_logits), whose last three are optional; returns what `xla_attention` returns.
+    refuses: returns why it cannot compute an `AttentionCase` on a device, and what to set instead; None
+      if it can.
+    prepare: converts a `Visibility` to what `run` takes, once for all layers.
+  """
+
+  run: Callable[..., Array]
+  refuses: Callable[[AttentionCase, Any], str | None]
+  prepare: Callable[[Visibility], Any] = lambda visible: visible
+
+
+def attend(
+  kernel: str,
+  q_BTHK: Float[Array, "B T H K"],
+  k_BSGK: Float[Array, "B S G K"],
+  v_BSGK: Float[Array, "B S G K"],
+  bias_1HTS: Float[Array, "#B H T S"] | None,
+  visible: Visibility | Bool[Array, "#B #H T S"] | None,
+  value_scale_BGS: Float[Array, "B G S"] | None = None,
+  softcap: float | None = None,
+  float32_logits: bool = False,
+) -> Float[Array, "B T H K"]:
+  """Returns `xla_attention`, computed by the kernel of this name.
+
+  XLA's kernel computes what only it can: with a mask instead of a `Visibility`, or with neither.
+
+  Raises:
+    ValueError: the kernel cannot compute it.
+  """
+  if isinstance(visible, Visibility):
+    case = AttentionCase.of_operands(q_BTHK, k_BSGK, bias_1HTS, visible, softcap)
+    check_kernel(kernel, case)
+  else:
+    kernel = "xla"
+  run = KERNELS[kernel].run
+  return run(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible, value_scale_BGS, softcap, float32_logits)
+
+
+def check_kernel(name: str, case: AttentionCase) -> None:
+  """Raises ValueError if the kernel cannot compute the case on the device in use."""
+  if problem := KERNELS[name].refuses(case, target_device()):
+    raise ValueError(f"attention_kernel = {name!r} {problem}")
+
+
+def _run_xla(
+  q: Array,
+  k: Array,
+  v: Array,
+  bias: Array | None,
+  visible: Any,
+  value_scale: Array | None = None,
+  softcap: float | None = None,
+  float32_logits: bool = False,
+) -> Array:
+  mask = visible.mask() if isinstance(visible, Visibility) else visible
+  if context_shards() > 1:
+    # Each device computes the queries of its own positions.
+    k, v = (constrain(x, ("batch", None, "heads", "kv")) for x in (k, v))
+    if bias is not None:
+      bias = constrain(bias, (None, "heads", "length", None))
+    if mask is not None:
+      mask = constrain(mask, ("batch", None, "length", None))
+  return xla_attention(q, k, v, bias, mask, value_scale, float32_logits, softcap)
+
+
+def _scale_values(v_BSGK: Array, value_scale_BGS: Array | None) -> Array:
+  if value_scale_BGS is None:
+    return v_BSGK
+  return v_BSGK * value_scale_BGS.transpose(0, 2, 1)[..., None].astype(v_BSGK.dtype)
+
+
+def _run_cudnn(
+  q: Array,
+  k: Array,
+  v: Array,
+  bias: Array | None,
+  visible: Visibility,
+  value_scale: Array | None = None,
+  softcap: float | None = None,
+  float32_logits: bool = False,
+) -> Array:
+  del softcap, float32_logits  # it refuses the first, and always computes the second
+  # The mask is passed as lengths, because a mask array would be expanded to [B, H, T, S]. A row that
+  # is all padding counts as one token, since its outputs would otherwise be NaN. The check is added
+  # to the bias because that is small and shared by the layers, or to the queries of a decoder without
+  # one. In cross-attention, keys and values come from a stack of layers that has it.
+  check = _nan_if_padding_precedes_tokens(visible).astype(q.dtype)
+  if bias is not None:
+    bias += check.astype(bias.dtype)
+  elif visible.causal:
+    q += check
+  return jax.nn.dot_product_attention(
+    q,
+    k,
+    _scale_values(v, value_scale),
+    bias=bias,
+    scale=1.0,
+    is_causal=visible.causal,
+    query_seq_lengths=_row_lengths(visible.query_BT),
+    key_value_seq_lengths=_row_lengths(visible.key_BS),
+    implementation="cudnn",
+  )
+
+
+def _nan_if_padding_precedes_tokens(visible: Visibility) -> Array:
+  """Returns 0, or NaN for a batch that lengths cannot describe, so that the run stops."""
+  has_gap: Any = False
+  for segments_BT in (visible.query_BT, visible.key_BS):
+    has_gap |= jnp.any((segments_BT[:, 1:] > 0) & (segments_BT[:, :-1] == 0))
+  return jnp.where(has_gap, jnp.nan, 0.0)
+
+
+def _row_lengths(segments_BT: Array) -> Array:
+  """Returns each row's length up to its last token, at least 1."""
+  ends_T = jnp.arange(1, segments_BT.shape[1] + 1, dtype=jnp.int32)
+  return jnp.max(jnp.where(segments_BT > 0, ends_T[None], 1), axis=1)
+
+
+def _run_flash(
+  q_BTHK: Array,
+  k_BSGK: Array,
+  v_BSGK: Array,
+  bias_1HTS: Array | None,
+  visible: Visibility,
+  value_scale: Array | None = None,
+  softcap: float | None = None,
+  float32_logits: bool = False,
+) -> Array:
+  """Runs the kernel on each device's examples, heads and queries.
+
+  XLA cannot partition a Triton kernel. Devices that share a row gather its keys and values.
+  """
+  del float32_logits  # they always are
+  mesh = jax.sharding.get_abstract_mesh()
+  batch, heads = dividing_axes(("batch", "heads"), (q_BTHK.shape[0], k_BSGK.shape[2]))
+  is_split = context_shards(q_BTHK.shape[1], k_BSGK.shape[1]) > 1
+  interpret = target_device().platform != "gpu"
+  options = FlashOptions(visible.causal, visible.window, softcap, interpret)
+
+  def run(q: Array, k: Array, v: Array, bias: Array | None, *segments: Array) -> Array:
+    if is_split:
+      return context_attention(q, k, v, bias, Segments(*segments), CONTEXT_AXIS, options)
+    return flash_attention(q, k, v, bias, Segments(*segments), options)
+
+  v_BSGK = _scale_values(v_BSGK, value_scale)
+  operands = (q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible.query_BT, visible.key_BS)
+  if mesh.empty or mesh.size == 1:
+    return run(*operands)
+  length = CONTEXT_AXIS if is_split else None
+  spec, segments_spec = PartitionSpec(batch, length, heads), PartitionSpec(batch)
+  bias_spec = None if bias_1HTS is None else PartitionSpec(None, heads, length)
+  sharded = jax.shard_map(
+    run,
+    in_specs=(spec, spec, spec, bias_spec, segments_spec, segments_spec),
+    out_specs=spec,
+    check_vma=False,  # Pallas kernels do not declare over which mesh axes their results vary
+  )
+  return sharded(*operands)
+
+
+def _first_problem(problems: list[tuple[bool, str]]) -> str | None:
+  return next((text for is_problem, text in problems if is_problem), None)
+
+
+def _cudnn_refuses(case: AttentionCase, device: Any) -> str | None:
+  return _first_problem(
+    [
+      (
+        device.platform != "gpu",
+        f"needs an NVIDIA GPU, but jax runs on {device.platform}: set it to 'auto'",
+      ),
+      (
+        case.dtype != "bfloat16",
+        f"computes in bfloat16, but dtype is {case.dtype}: set dtype = 'bfloat16', or attention_kernel = "
+        "'xla'",
+      ),
+      (
+        case.head_dim % 8 != 0,
+        f"needs a head_dim that is a multiple of 8, got {case.head_dim}: set it to 'xla'",
+      ),
+      (
+        case.window is not None or case.softcap is not None,
+        f"supports no window and no softcap, got {case.window} and {case.softcap}: set it to 'flash'",
+      ),
+      (case.has_prefix, _NO_PREFIX),
+      (
+        case.packed,
+        "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False",
+      ),
+      (case.context_shards > 1, "does not support the mesh axis 'context': set it to 'flash'"),
+      (
+        bool(case.queries % 2 or case.keys % 2),
+        f"trains with a bias only if lengths are even, got {case.queries} and {case.keys}: change "
+        "TASK_FEATURE_LENGTHS, or set it to 'flash'",
+      ),
+    ]
+  )
+
+
+_NO_PREFIX = (
+  "supports causal attention only, but inputs_bidirectional_attention lets the inputs see each other: set "
+  "it to 'xla'"
+)
+
+
+def _flash_refuses(case: AttentionCase, device: Any) -> str | None:
+  del device  # without a GPU it is interpreted
+  return _NO_PREFIX if case.has_prefix else None
+
+
+KERNELS = {
+  "xla": Kernel(_run_xla, lambda case, device: None, Visibility.mask),
+  "cudnn": Kernel(_run_cudnn, _cudnn_refuses),
+  "flash": Kernel(_run_flash, _flash_refuses),
+}

@@ -1,0 +1,161 @@
+"""One layer of any network: self-attention, attention to encoded inputs, and a feed-forward block."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jaxtyping import Float
+
+from rosetta_t5.kernels.attention import real_queries
+from rosetta_t5.networks import gpu_fusion
+from rosetta_t5.networks.config import LayerKind, NetworkConfig
+from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, nd_dense_init
+from rosetta_t5.networks.layers.dropout import feature_dropout
+from rosetta_t5.networks.layers.experts import ExpertMlpBlock
+from rosetta_t5.networks.layers.norms import make_norm
+from rosetta_t5.networks.layers.positions import RelativePositionBiases
+from rosetta_t5.networks.layers.stack import LayerInputs
+from rosetta_t5.parallel.axis_rules import constrain
+
+
+class Block(nn.Module):
+  """A layer, whose parts are each computed after a norm and inside a residual connection.
+
+  Attributes:
+    config: sizes and settings.
+    kind: what distinguishes this layer.
+  """
+
+  config: NetworkConfig
+  kind: LayerKind
+
+  @nn.compact
+  def __call__(
+    self, x: Float[jax.Array, "X Y D"], inputs: LayerInputs
+  ) -> tuple[Float[jax.Array, "X Y D"], None]:
+    """Returns (the layer's output, None), as a scan requires.
+
+    X and Y are the batch and the length, or the reverse where the length is first.
+    """
+    cfg, kind = self.config, self.kind
+    name = "attention" if kind.side == "encoder" else "self_attention"
+    normed = make_norm(cfg, f"pre_{name}_layer_norm")(x)
+    y = self._add(x, self._self_attention(name, normed, inputs), name, inputs)
+    if kind.crosses:
+      normed = make_norm(cfg, "pre_cross_attention_layer_norm")(y)
+      attention = self._attention("encoder_decoder_attention")
+      options: Any = {"deterministic": inputs.deterministic, "rows": inputs.rows}
+      attended = attention(normed, inputs.encoded, inputs.cross_visible, **options)
+      y = self._add(y, attended, "cross_attention", inputs)
+    if not cfg.parallel_blocks:
+      normed = make_norm(cfg, "pre_mlp_layer_norm")(y)
+    y = self._add(y, self._feed_forward(normed, inputs), "mlp", inputs)
+    return constrain(y, activation_axes("embed", cfg.transpose_batch_sequence)), None
+
+  def _add(self, x: jax.Array, y: jax.Array, name: str, inputs: LayerInputs) -> jax.Array:
+    """Returns the output `y` of a part of the layer, after a norm and dropout, plus its input `x`."""
+    cfg = self.config
+    if cfg.post_norms:
+      y = make_norm(cfg, f"post_{name}_layer_norm")(y)
+    # T5X names these dropouts in decoder-only networks; the names determine the keys.
+    dropout_name = f"post_{name}_dropout" if "encoder" not in cfg.sides else None
+    dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, dropout_name)
+    y = dropout(y, inputs.deterministic, inputs.rows)
+    return gpu_fusion.add_residual(self, y, x, cfg.transpose_batch_sequence)
+
+  def _self_attention(self, name: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    cfg, kind, bias = self.config, self.kind, inputs.bias
+    if cfg.positions == "relative" and cfg.bias_per_layer:
+      bias = relative_bias(cfg, kind.side, x, inputs)
+    attention = self._attention(name, rope=kind.rope, window=kind.window)
+    return attention(
+      x,
+      x,
+      inputs.visible if kind.window is None else inputs.local_visible,
+      bias,
+      decode=inputs.decode,
+      deterministic=inputs.deterministic,
+      prefill=inputs.prefill,
+      prefill_lengths=inputs.prefill_lengths,
+      positions=inputs.positions,
+      rows=inputs.rows,
+    )
+
+  def _attention(self, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
+    cfg = self.config
+    divisor = math.sqrt(cfg.head_dim) if cfg.scale_queries else None
+    if cfg.init_stddev is not None:
+      attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
+    elif cfg.nd_kernels:
+      attributes["kernel_init"] = nd_dense_init(1.0, "fan_in", "normal")
+    return MultiHeadDotProductAttention(
+      num_heads=cfg.num_heads,
+      head_dim=cfg.head_dim,
+      dtype=cfg.dtype,
+      dropout_rate=cfg.dropout_rate,
+      float32_logits=cfg.float32_attention_logits,
+      scale_attn_logits=cfg.scale_attn_logits,
+      nd_kernel=cfg.nd_kernels,
+      make_matmul=cfg.make_matmul,
+      transpose_batch_sequence=cfg.transpose_batch_sequence,
+      fuse_qkv_params=cfg.fuse_qkv_params,
+      attention_kernel=cfg.kernel,
+      use_bias=cfg.use_bias,
+      qkv_bias=cfg.qkv_bias,
+      num_kv_heads=cfg.num_kv_heads,
+      query_divisor=divisor if cfg.query_scale is None else 1 / cfg.query_scale,
+      softcap=cfg.attention_softcap,
+      make_head_norm=functools.partial(make_norm, cfg, axis="kv") if cfg.qk_norm else None,
+      name=name,
+      **attributes,
+    )
+
+  def _feed_forward(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+    cfg = self.config
+    attributes: dict[str, Any] = {
+      "intermediate_dim": cfg.mlp_dim,
+      "activations": cfg.mlp_activations,
+      "intermediate_dropout_rate": cfg.dropout_rate,
+      "dtype": cfg.dtype,
+      "make_matmul": cfg.make_matmul,
+      "use_bias": cfg.use_bias,
+    }
+    if cfg.init_stddev is not None:
+      attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
+    length_first = cfg.transpose_batch_sequence
+    if not self.kind.has_experts:
+      block = MlpBlock(**attributes, transpose_batch_sequence=length_first, name="mlp")
+      return block(x, deterministic=inputs.deterministic, rows=inputs.rows)
+    if cfg.expert_dropout_rate is not None:
+      attributes["intermediate_dropout_rate"] = cfg.expert_dropout_rate
+    # A token that experts choose depends on later tokens, which do not exist when the model decodes.
+    is_choice = cfg.router == "expert_choice" and self.kind.side == "decoder"
+    router = "top_2" if is_choice else cfg.router
+    experts = ExpertMlpBlock(cfg, router, length_first, attributes, name="mlp")
+    return experts(x, inputs.deterministic, real_queries(inputs.visible))
+
+
+def relative_bias(
+  config: NetworkConfig, side: str, x: jax.Array, inputs: LayerInputs
+) -> Float[jax.Array, "1 H T S"]:
+  """Returns T5's bias for activations inside the layers, from a table of the module that is being called.
+
+  In a decoding step it covers the cache, because the only query can be at any position.
+  """
+  length = x.shape[0 if config.transpose_batch_sequence else 1]
+  if inputs.decode and inputs.cache_length:
+    length = inputs.cache_length
+  biases = RelativePositionBiases(
+    num_buckets=config.num_buckets,
+    max_distance=config.max_distance,
+    num_heads=config.num_heads,
+    dtype=config.dtype,
+    embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+    name="relpos_bias",
+  )
+  return biases(length, length, side == "encoder")

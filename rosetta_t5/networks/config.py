@@ -1,0 +1,357 @@
+"""The sizes and settings of a network: one config for all families, and the kinds of its layers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+from flax import struct
+
+from rosetta_t5.argument_types import (
+  FloatDType,
+  NonNegative,
+  Positive,
+  PositiveNumber,
+  Rate,
+  check_one_of,
+  one_of,
+)
+from rosetta_t5.kernels.attention import KERNELS
+from rosetta_t5.networks.expert_settings import (
+  EXPERT_DISPATCHES,
+  ROUTERS,
+  ExpertSettings,
+  expert_layers,
+)
+from rosetta_t5.networks.layers.dense import MakeMatmul
+from rosetta_t5.networks.layers.norms import NORMS
+from rosetta_t5.networks.layers.positions import Rope
+from rosetta_t5.networks.layers.stack import REMAT_POLICIES
+
+ATTENTION_KERNELS = ("auto", *KERNELS)
+POSITIONS = ("relative", "learned", "rotary")
+LAYER_PATTERN = ("global", "local")
+_CHOICES = {
+  "attention_kernel": ATTENTION_KERNELS,
+  "remat_policy": tuple(REMAT_POLICIES),
+  "router": ROUTERS,
+  "expert_dispatch": EXPERT_DISPATCHES,
+  "positions": POSITIONS,
+  "norm": tuple(NORMS),
+}
+
+
+@struct.dataclass(kw_only=True)
+class NetworkConfig(ExpertSettings):
+  """The sizes and settings of any network; `ExpertSettings` has those of mixtures of experts.
+
+  Scripts set the boolean switches to 1 or 0; these become True or False.
+
+  Attributes:
+    vocab_size: the number of rows of the embedding table; at least the vocabulary's size.
+    dtype: the type of activations, float32 or bfloat16; parameters stay float32.
+    emb_dim: the model's width.
+    num_heads: the number of attention heads.
+    head_dim: the size of one head.
+    mlp_dim: the feed-forward block's hidden size.
+    mlp_activations: ('relu',) or ('gelu',) for a plain block, ('gelu', 'linear') for a gated one.
+    dropout_rate: the rate of every dropout.
+    logits_via_embedding: whether the output layer is the embedding table (T5 1.0, GPT).
+    float32_attention_logits: whether attention logits and softmax are float32 under bfloat16.
+    scale_attn_logits: whether the input of the query projection is divided by √head_dim.
+    remat_policy: what a layer saves for its backward pass; see `stack.rematerialize`.
+    transpose_batch_sequence: whether activations are [length, batch, ...] inside the layers. Results
+      do not change.
+    fuse_qkv_params: whether one matmul computes queries, keys and values (in cross-attention, keys
+      and values). Parameters and checkpoints do not change.
+    attention_kernel: auto, xla, cudnn or flash; see `kernels.attention`.
+    num_kv_heads: the number of heads of keys and values, each shared by a group of query heads (grouped
+      queries, Ainslie et al. 2023); None for `num_heads`.
+    scale_queries: whether queries, rather than the query kernel's initial values, are divided by
+      √head_dim.
+    query_scale: the factor of queries instead of 1/√head_dim; implies `scale_queries`.
+    qk_norm: whether each head's queries and keys are normalized, before positions are added.
+    attention_softcap: attention logits are softly limited to this absolute value, c·tanh(x/c) (Gemma 2).
+    logit_softcap: the same for the logits of the output layer.
+    use_bias: whether all projections but the output layer have biases.
+    qkv_bias: whether those of queries, keys and values have them.
+    positions: 'relative' adds T5's bias to attention logits; 'learned' adds a learned vector to each
+      token's embedding; 'rotary' rotates queries and keys.
+    num_buckets: the number of buckets of T5's relative bias.
+    max_distance: the distance at which the last of these buckets begins.
+    bias_per_layer: whether each layer has a relative bias of its own (scalable T5, UMT5).
+    max_length: the number of learned position vectors.
+    rope_theta: the base of the frequencies of rotary positions.
+    rope_interleaved: which features are rotated together; see `Rope`.
+    rope_scaling: Hugging Face's dictionary of that name; see `Rope`. None for no scaling.
+    local_rope_theta: the base in local layers, which have no scaling then; None for the same frequencies.
+    layer_pattern: the kinds of the layers, 'global' or 'local', repeated up to the number of layers.
+    window: in local layers, how many tokens a token sees in each direction, itself included.
+    norm: 'rms' for T5's norm, 'rms_plus_one' for one whose stored scale is that minus 1 (Gemma), 'layer'
+      for the one with mean and bias, 'layer_without_bias' for that without bias (Cohere).
+    norm_epsilon: added to the mean square, or to the variance.
+    post_norms: whether the outputs of attention and feed-forward blocks are normalized too (Gemma 2).
+    parallel_blocks: whether attention and feed-forward block have the same input and are added (Cohere).
+    embedding_scale: the factor of tokens' embeddings.
+    shared_embedding: whether encoder and decoder have one embedding table.
+    divide_tied_logits: whether logits from the embedding table are divided by √emb_dim.
+    logit_scale: the factor of logits.
+    init_stddev: the standard deviation of all initial kernels and tables; None for T5's.
+    pad_id: the token that is padding: nothing attends to it, and it has no loss.
+    padding_never_follows: whether padding has probability 0.
+    decoder_start_token_id: the token whose embedding starts the decoder. Texts still start with `pad_id`,
+      which never occurs in them.
+    decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
+    scan_layers: whether layers are scanned and their parameters stacked under `decoder/decoder`, which
+      suits deep models.
+    param_scan_axis: the axis that parameters are stacked along, 0 or 1.
+    make_matmul: returns the function that computes the matmuls of the attention and feed-forward
+      projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
+    nd_kernels: whether kernels keep heads as a dimension, as in T5X's scalable T5; not a field, so users
+      cannot set it.
+  """
+
+  vocab_size: Positive
+  dtype: FloatDType = jnp.float32
+  emb_dim: Positive = 512
+  num_heads: Positive = 8
+  head_dim: Positive = 64
+  mlp_dim: Positive = 2048
+  mlp_activations: Sequence[str] = ("relu",)
+  dropout_rate: Rate = 0.1
+  logits_via_embedding: bool = False
+  float32_attention_logits: bool = False
+  scale_attn_logits: bool = False
+  remat_policy: Annotated[str, one_of(REMAT_POLICIES)] = "none"
+  transpose_batch_sequence: bool = False
+  fuse_qkv_params: bool = False
+  attention_kernel: Annotated[str, one_of(ATTENTION_KERNELS)] = "auto"
+  num_kv_heads: Positive | None = None
+  scale_queries: bool = False
+  query_scale: PositiveNumber | None = None
+  qk_norm: bool = False
+  attention_softcap: PositiveNumber | None = None
+  logit_softcap: PositiveNumber | None = None
+  use_bias: bool = False
+  qkv_bias: bool = False
+  positions: Annotated[str, one_of(POSITIONS)] = "relative"
+  num_buckets: Positive = 32
+  max_distance: Positive = 128
+  bias_per_layer: bool = False
+  max_length: Positive = 2048
+  rope_theta: PositiveNumber = 10_000.0
+  rope_interleaved: bool = False
+  rope_scaling: Mapping[str, Any] | None = None
+  local_rope_theta: PositiveNumber | None = None
+  layer_pattern: Sequence[str] = ("global",)
+  window: Positive | None = None
+  norm: Annotated[str, one_of(NORMS)] = "rms"
+  norm_epsilon: PositiveNumber = 1e-6
+  post_norms: bool = False
+  parallel_blocks: bool = False
+  embedding_scale: PositiveNumber = 1.0
+  shared_embedding: bool = True
+  divide_tied_logits: bool = True
+  logit_scale: PositiveNumber = 1.0
+  init_stddev: PositiveNumber | None = None
+  pad_id: NonNegative = 0
+  padding_never_follows: bool = False
+  decoder_start_token_id: NonNegative | None = None
+  decoder_expert_layer_period: Positive | None = None
+  scan_layers: bool = False
+  param_scan_axis: int = 1
+  make_matmul: MakeMatmul | None = None
+
+  nd_kernels: ClassVar[bool] = False
+
+  def __post_init__(self) -> None:
+    """Refuses settings that the layers do not support or that contradict each other."""
+    for switch in ("transpose_batch_sequence", "fuse_qkv_params"):
+      if (value := getattr(self, switch)) not in (0, 1):
+        raise ValueError(f"{self.name}.{switch} = {value!r} must be True or False, or 1 or 0")
+      object.__setattr__(self, switch, bool(value))
+    for field, known in _CHOICES.items():
+      check_one_of(f"{self.name}.{field}", getattr(self, field), known)
+    for kind in self.layer_pattern:
+      check_one_of(f"{self.name}.layer_pattern", kind, LAYER_PATTERN)
+    for is_contradiction, advice in self._contradictions():
+      if is_contradiction:
+        raise ValueError(f"{self.name}.{advice}")
+
+  def _contradictions(self) -> list[tuple[bool, str]]:
+    heads, groups, window = self.num_heads, self.kv_heads, self.window
+    return [
+      (
+        jnp.dtype(self.dtype) == jnp.float16,
+        "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'",
+      ),
+      (
+        self.router != "switch" and self.num_experts == 1,
+        f"router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = 'switch'",
+      ),
+      (
+        self.layers_of("encoder") == 0 and self.router == "expert_choice",
+        "router must be 'switch' or 'top_2' in a decoder, got 'expert_choice': the experts of a token would "
+        "depend on later tokens, which do not exist when the model decodes",
+      ),
+      (
+        heads % groups != 0,
+        f"num_kv_heads = {groups} must divide num_heads = {heads}, since each key head is shared by a "
+        "group of query heads: set a divisor, or None",
+      ),
+      (
+        self.positions == "rotary" and self.head_dim % 2 == 1,
+        f"head_dim must be even for positions = 'rotary', which rotates pairs of features, got "
+        f"{self.head_dim}: set an even number, or positions = 'learned'",
+      ),
+      (
+        self.scale_attn_logits and (self.scale_queries or self.query_scale is not None),
+        "scale_queries (or query_scale) and scale_attn_logits would both divide by √head_dim: set only one "
+        "of them",
+      ),
+      (
+        (window is not None) != ("local" in self.layer_pattern),
+        f"window = {window} and layer_pattern = {tuple(self.layer_pattern)} contradict each other: local "
+        "layers need a window, and a window local layers, such as layer_pattern = ('global', 'local')",
+      ),
+      (
+        self.local_rope_theta is not None and (window is None or self.positions != "rotary"),
+        f"local_rope_theta = {self.local_rope_theta} needs positions = 'rotary' and local layers: set it "
+        "to None",
+      ),
+      (
+        self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0),
+        "parallel_blocks = True is computed for decoder-only networks without post_norms: set it to False",
+      ),
+      (
+        self.param_scan_axis not in (0, 1),
+        f"param_scan_axis must be 0 or 1, got {self.param_scan_axis!r}: the scale of a norm has one "
+        "dimension, so layers can be stacked before or after it",
+      ),
+    ]
+
+  @property
+  def name(self) -> str:
+    """The name of the config in gin files, which messages start with."""
+    return type(self).__name__.removeprefix("Scalable")
+
+  @property
+  def kv_heads(self) -> int:
+    """The number of heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
+
+  @property
+  def kernel(self) -> str:
+    """The attention kernel that is computed: `auto` is XLA's until a run has measured the others."""
+    return "xla" if self.attention_kernel == "auto" else self.attention_kernel
+
+  @property
+  def sides(self) -> tuple[str, ...]:
+    """The stacks of layers that the network has."""
+    return ("encoder", "decoder") if self.layers_of("encoder") else ("decoder",)
+
+  def layers_of(self, side: str) -> int:
+    """Returns the number of layers of the stack `side`, "encoder" or "decoder"."""
+    raise NotImplementedError
+
+
+@struct.dataclass(kw_only=True)
+class T5Config(NetworkConfig):
+  """The sizes and settings of a T5 model; `NetworkConfig` has those that all networks share.
+
+  Attributes:
+    num_encoder_layers: the number of encoder layers.
+    num_decoder_layers: the number of decoder layers.
+  """
+
+  num_encoder_layers: NonNegative = 6
+  num_decoder_layers: NonNegative = 6
+
+  def layers_of(self, side: str) -> int:
+    """Returns the number of layers of the stack `side`, "encoder" or "decoder"."""
+    return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
+
+
+@struct.dataclass(kw_only=True)
+class ScalableT5Config(T5Config):
+  """The sizes and settings of T5X's scalable T5, whose checkpoints have another parameter tree.
+
+  Each layer has a relative bias of its own, attention kernels keep heads as a dimension, and layers are
+  scanned with stacked parameters, so that the compiled program is as small for 24 layers as for 2.
+  Without `scan_layers` each layer has parameters of its own, `layers_0`, …; initial values differ
+  between the two, as in T5X.
+  """
+
+  scan_layers: bool = True
+  bias_per_layer: bool = True
+
+  nd_kernels: ClassVar[bool] = True
+
+
+@struct.dataclass(kw_only=True)
+class TransformerConfig(NetworkConfig):
+  """The sizes and settings of a decoder-only model; `NetworkConfig` has those that all networks share.
+
+  The defaults are T5X's decoder-only model, which has T5's layers. GPT-2 and GPT-3 (Radford et al.
+  2019, Brown et al. 2020) use positions 'learned', norm 'layer', use_bias, scale_queries, and
+  divide_tied_logits = False.
+
+  Attributes:
+    num_layers: the number of layers.
+  """
+
+  num_layers: NonNegative = 6
+
+  def layers_of(self, side: str) -> int:
+    """Returns the number of layers of the stack `side`; the encoder has none."""
+    return self.num_layers if side == "decoder" else 0
+
+
+class LayerKind(NamedTuple):
+  """What distinguishes the layers of one network.
+
+  Attributes:
+    side: the stack, "encoder" or "decoder".
+    crosses: whether the layer attends to encoded inputs.
+    window: see `NetworkConfig.window`; None for a layer that sees all tokens.
+    rope: the frequencies of its rotary positions; None for other positions.
+    has_experts: whether its feed-forward block has experts.
+  """
+
+  side: str
+  crosses: bool = False
+  window: int | None = None
+  rope: Rope | None = None
+  has_experts: bool = False
+
+
+def layer_kinds(config: NetworkConfig, side: str) -> tuple[LayerKind, ...]:
+  """Returns the kinds of the layers of the stack `side`, "encoder" or "decoder"."""
+  with_experts = expert_layers(config, side)
+  scaling = tuple(sorted((config.rope_scaling or {}).items()))
+  ropes = {"global": Rope(config.rope_theta, config.rope_interleaved, scaling)}
+  ropes["local"] = ropes["global"]
+  if config.local_rope_theta is not None:
+    ropes["local"] = Rope(config.local_rope_theta, config.rope_interleaved)
+  kinds = []
+  for layer in range(config.layers_of(side)):
+    pattern = config.layer_pattern[layer % len(config.layer_pattern)]
+    kind = LayerKind(
+      side,
+      crosses=side == "decoder" and "encoder" in config.sides,
+      window=config.window if pattern == "local" else None,
+      rope=ropes[pattern] if config.positions == "rotary" else None,
+      has_experts=layer in with_experts,
+    )
+    kinds.append(kind)
+  return tuple(kinds)
+
+
+def replace_config(model: Any, **changes: Any) -> Any:
+  """Returns a copy of a model whose module has these other values in its config."""
+  changed = copy.copy(model)
+  changed.module = model.module.clone(config=dataclasses.replace(model.network_config, **changes))
+  return changed

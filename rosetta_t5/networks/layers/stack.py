@@ -1,0 +1,232 @@
+"""A stack of layers: called one after another, scanned, or as a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.linen.partitioning import ScanIn, scan_with_axes
+
+from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers.dense import KFAC_FACTORS
+from rosetta_t5.networks.layers.dropout import BatchRows
+from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
+
+_SAVE = jax.checkpoint_policies
+# T5X's three policies, then JAX's own names.
+REMAT_POLICIES = {
+  "none": None,
+  "minimal": _SAVE.dots_with_no_batch_dims_saveable,
+  "full": _SAVE.nothing_saveable,
+  "dots_saveable": _SAVE.dots_saveable,
+  "dots_with_no_batch_dims_saveable": _SAVE.dots_with_no_batch_dims_saveable,
+  "nothing_saveable": _SAVE.nothing_saveable,
+}
+
+
+@struct.dataclass
+class LayerInputs:
+  """What all layers of a stack receive besides the activations.
+
+  Attributes:
+    visible: which query sees which key: a `Visibility`, or a mask [B, 1, T, S] for XLA's kernel; None in
+      a decoding step.
+    local_visible: the same in local layers.
+    cross_visible: the same for encoded inputs.
+    encoded: the encoded inputs, in the layout of activations inside the layers; None without an encoder.
+    bias: T5's relative bias, [1, H, T, S], if the layers share it.
+    positions: the position of each token, [B or 1, T]; None if no layer needs it.
+    prefill_lengths: [B], the number of tokens in each prompt.
+    rows: which rows of the whole batch these are; None for all.
+    deterministic: whether dropout is off.
+    decode: whether the tokens are one position, the one that follows those in the cache.
+    prefill: whether the tokens are whole prompts, to be written into an existing cache.
+    cache_length: the number of positions in the cache; None for the length of the activations.
+  """
+
+  visible: Any = None
+  local_visible: Any = None
+  cross_visible: Any = None
+  encoded: Any = None
+  bias: jax.Array | None = None
+  positions: Any = None
+  prefill_lengths: jax.Array | None = None
+  rows: BatchRows | None = None
+  deterministic: bool = struct.field(pytree_node=False, default=True)
+  decode: bool = struct.field(pytree_node=False, default=False)
+  prefill: bool = struct.field(pytree_node=False, default=False)
+  cache_length: int | None = struct.field(pytree_node=False, default=None)
+
+  def batch_dims(self, activation_dim: int) -> LayerInputs:
+    """Returns the dimension of the examples in place of each array; -1 for arrays that all share.
+
+    Args:
+      activation_dim: the dimension of the examples in activations.
+    """
+    dims = jax.tree.map(lambda _: 0, self)
+    positions = None if self.positions is None else 0 if self.positions.shape[0] > 1 else -1
+    return dataclasses.replace(
+      dims,
+      encoded=None if self.encoded is None else activation_dim,
+      bias=None if self.bias is None else -1,
+      positions=positions,
+    )
+
+
+def rematerialize(layer_cls: Any, policy: str, scanned: bool = False) -> Any:
+  """Returns the layer's class, rematerialized so that only the values of `policy` are saved.
+
+  `none` saves everything, `minimal` the matmuls with parameters (all but attention's own), `full` only
+  the layer's input; the other policies are those of `jax.checkpoint_policies`. Numbers do not change.
+
+  Args:
+    layer_cls: the layer.
+    policy: one of `REMAT_POLICIES`.
+    scanned: whether the layer is called in a scan, where XLA cannot undo the rematerialization.
+  """
+  if policy == "none":
+    return layer_cls
+  return nn.remat(layer_cls, policy=REMAT_POLICIES[policy], prevent_cse=not scanned)
+
+
+class Period(nn.Module):
+  """Consecutive layers of different kinds, which one iteration of a scan computes.
+
+  Attributes:
+    config: the network's config.
+    kinds: the kind of each layer.
+    layer_cls: the class of the layers.
+  """
+
+  config: Any
+  kinds: tuple[Any, ...]
+  layer_cls: Any
+
+  @nn.compact
+  def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, None]:
+    """Returns (activations after the layers, None)."""
+    for layer, kind in enumerate(self.kinds):
+      x, _ = self.layer_cls(self.config, kind, name=f"layers_{layer}")(x, inputs)
+    return x, None
+
+
+def run_stack(
+  module: nn.Module,
+  layer_cls: type[nn.Module],
+  kinds: Sequence[Any],
+  x: jax.Array,
+  inputs: LayerInputs,
+  scan_name: str,
+) -> jax.Array:
+  """Returns the activations after all layers of `module`.
+
+  Without `config.scan_layers` the layers are called one after another, as `layers_0`, `layers_1`, ….
+  Otherwise as many layers as the kinds need to repeat are scanned together: one layer if all are equal,
+  whose stacked parameters are stored under `scan_name`; else several, `layers_0`, … under that name.
+
+  Args:
+    module: the stack; its `config` is passed to the layers.
+    layer_cls: called as layer_cls(config, kind, name=…)(x, inputs); returns (x, None).
+    kinds: the kind of each layer.
+    x: the activations before the first layer.
+    inputs: what all layers receive.
+    scan_name: the name of the stacked parameters.
+
+  Raises:
+    ValueError: the layers cannot run as the pipeline that the mesh asks for.
+  """
+  config: Any = module.config
+  rematerialized = rematerialize(layer_cls, config.remat_policy, config.scan_layers)
+  if not config.scan_layers or not kinds:
+    for layer, kind in enumerate(kinds):
+      x, _ = rematerialized(config, kind, name=f"layers_{layer}")(x, inputs)
+    return x
+  period = shortest_period(kinds)
+  repeats = len(kinds) // period
+  scanned_cls: Any = rematerialized if period == 1 else Period
+  arguments: tuple[Any, ...] = (config, kinds[0])
+  if period > 1:
+    arguments = (config, tuple(kinds[:period]), rematerialized)
+  if is_pipelined(module):
+    if reason := pipeline_obstacle(config, _collections_in_use(module)):
+      raise ValueError(reason)
+    layer = scanned_cls(*arguments, parent=None)
+    policy = REMAT_POLICIES[config.remat_policy]
+    return call_pipeline(module, layer, policy, repeats, scan_name, x, inputs)
+  axis = config.param_scan_axis
+  scanned = scan_with_axes(
+    scanned_cls,
+    # Parameters are outputs of the scan only when they are initialized.
+    variable_axes={
+      "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
+      "cache": 0,
+      PRECOMPUTED: 0,
+      "intermediates": 0,
+      OVERWRITE_WITH_GRADIENT: 0,
+      KFAC_FACTORS: 0,
+    },
+    split_rngs={"params": True, "dropout": True},
+    in_axes=(nn.broadcast,),
+    length=repeats,
+    axis_name="layers",
+  )
+  x, _ = scanned(*arguments, name=scan_name)(x, inputs)
+  return x
+
+
+def shortest_period(kinds: Sequence[Any]) -> int:
+  """Returns the smallest number of layers whose repetition is the stack."""
+  return next(
+    period
+    for period in range(1, len(kinds) + 1)
+    if len(kinds) % period == 0 and all(kind == kinds[n % period] for n, kind in enumerate(kinds))
+  )
+
+
+def _collections_in_use(module: nn.Module) -> set[str]:
+  """Returns the names of the variable collections that a module has or may write."""
+  present = {name for name, values in module.variables.items() if values}
+  mutable = module.scope.mutable if module.scope is not None else False
+  if isinstance(mutable, (list, tuple, set, frozenset)):
+    return present | set(mutable)
+  if isinstance(mutable, str):
+    return present | {mutable}
+  return present | ({"intermediates"} if mutable else set())  # a filter, such as True
+
+
+def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
+  """Returns why the layers cannot run as a pipeline, and what to change; None if they can.
+
+  Args:
+    config: the network's config.
+    collections: the variable collections that its layers read or write in training.
+  """
+  without_pipeline = "or remove 'pipeline' from partitioning.PjitPartitioner.mesh"
+  if has_experts(config):
+    return (
+      f"{type(config).__name__}.num_experts = {config.num_experts} is not supported with a pipeline: set "
+      "it to 0, or use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
+    )
+  if KFAC_FACTORS in collections:
+    return (
+      "precondition_by_kfac cannot measure the layers of a pipeline: set another OPTIMIZER, "
+      + without_pipeline
+    )
+  if OVERWRITE_WITH_GRADIENT in collections:
+    return (
+      "te_helper.TransformerEngineConfig.recipe = 'delayed' is not supported with a pipeline: set it to "
+      "'current', " + without_pipeline
+    )
+  others = sorted(set(collections) - {"params", "params_axes"})
+  if others:
+    return (
+      "layers of a pipeline must have no variables other than parameters, got the collections "
+      f"{', '.join(others)}: call the model without them, {without_pipeline}"
+    )
+  return None

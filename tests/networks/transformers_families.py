@@ -1,0 +1,110 @@
+"""Tiny models of families that this project has no recipes for, in Transformers and as our networks.
+
+`python tests/networks/transformers_families.py` records Transformers' logits (needs torch and transformers).
+Weights are drawn by name, so that both sides have the same without a file of weights.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+
+RECORDED = pathlib.Path(__file__).with_name("transformers_families.json")
+VOCAB, LENGTH = 40, 14
+SIZES: dict[str, Any] = {
+  "vocab_size": VOCAB,
+  "hidden_size": 32,
+  "num_hidden_layers": 4,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "head_dim": 8,
+  "intermediate_size": 48,
+  "max_position_embeddings": 64,
+  "pad_token_id": 0,
+}
+LLAMA3 = {
+  "rope_type": "llama3",
+  "factor": 8.0,
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 16,
+}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+# Family → (class of the config, its arguments).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+  "llama": (
+    "LlamaConfig",
+    SIZES | {"rope_parameters": {"rope_theta": 5e3, **LLAMA3}, "tie_word_embeddings": False},
+  ),
+  "qwen2": ("Qwen2Config", SIZES | {"tie_word_embeddings": True}),
+  "gemma2": (
+    "Gemma2Config",
+    SIZES
+    | {
+      "sliding_window": 5,
+      "layer_types": ALTERNATING,
+      "query_pre_attn_scalar": 12,
+      "attn_logit_softcapping": 3.0,
+      "final_logit_softcapping": 4.0,
+    },
+  ),
+  "gemma3": (
+    "Gemma3TextConfig",
+    SIZES
+    | {
+      "sliding_window": 5,
+      "layer_types": ALTERNATING,
+      "query_pre_attn_scalar": 12,
+      "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+      },
+    },
+  ),
+  "cohere": (
+    "CohereConfig",
+    SIZES | {"logit_scale": 0.25, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+  ),
+}
+
+
+def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the weights of this name."""
+  rng = np.random.default_rng(zlib.crc32(name.encode()))
+  return (rng.normal(size=shape) / 4 + ("norm" in name)).astype(np.float32)
+
+
+def tokens() -> np.ndarray:
+  """Returns two texts without padding."""
+  return np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH))
+
+
+def record() -> None:
+  """Writes the logits of Transformers' models."""
+  import torch
+  import transformers
+
+  logits = {}
+  for family, (config_cls, arguments) in FAMILIES.items():
+    arguments = {k: v for k, v in arguments.items() if family != "cohere" or k != "head_dim"}
+    config = getattr(transformers, config_cls)(**arguments, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+      weight.data = torch.tensor(draw(name, tuple(weight.shape)))
+    with torch.no_grad():
+      found = model(torch.tensor(tokens())).logits
+    logits[family] = found[:, ::3, ::5].double().numpy().round(6).tolist()
+  content = {
+    "transformers": transformers.__version__,
+    "every third position and fifth logit": logits,
+  }
+  RECORDED.write_text(json.dumps(content) + "\n")
+
+
+if __name__ == "__main__":
+  record()
