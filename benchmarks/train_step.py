@@ -31,8 +31,9 @@ def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[
   """Returns counts of operations, temporaries beside the planned ones in GB, and the least time in ms if known."""
   mesh = dict(program.partitioner.mesh.shape)
   shapes = {name: array.shape for name, array in program.batch.items()}
-  work = batch_workload(program.model, program.partitioner, shapes, mesh, microbatches)
-  planned = step_memory(program.state, program.partitioner.get_mesh_axes(program.state), work)
+  state = jax.eval_shape(lambda: program.state)
+  work = batch_workload(program.model, program.partitioner, shapes, mesh, microbatches, state)
+  planned = step_memory(state, program.partitioner.get_mesh_axes(program.state), work)
   least, gpu = None, gpu_of(jax.devices()[0].device_kind)
   if gpu:  # Each kernel reaches the rates of the data sheet.
     least = 1e3 * time_program(parse_program(program.step.as_text()), gpu, mesh).seconds

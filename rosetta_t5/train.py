@@ -22,6 +22,7 @@ from rosetta_t5.plan.description import describe_run
 from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.run_metrics import RunMetrics
+from rosetta_t5.traced.program import flops_of_training
 from rosetta_t5.train_loop import TrainLoop
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction
@@ -195,10 +196,11 @@ def train(
   )
   del state
   computation, steps = describe_computation(model, fp8, kernel), (first_step, total_steps)
+  flops = flops_of_training(model, trainer.train_state.params, feed.element_spec)
   description = console.describe_training(
     model=model,
     params=trainer.train_state.params,
-    batch=feed.element_spec,
+    flops=flops,
     steps=steps,
     restored_from=manager.restored_from if manager is not None else None,
     examples=describe_examples(total_steps - first_step),
@@ -218,7 +220,7 @@ def train(
     concurrent_metrics=concurrent_metrics,
     manager=manager if save_cfg else None,
     actions=actions,
-    measure_run=RunMetrics(model, feed.element_spec, partitioner.mesh, facts["first_step"]),
+    measure_run=RunMetrics(flops, feed.element_spec, partitioner.mesh, facts["first_step"]),
     model_dir=model_dir,
     first_step=first_step,
     total_steps=total_steps,

@@ -41,6 +41,7 @@ PACKAGES = (
   "parallel",
   "distributed",
   "telemetry",
+  "traced",
   "files",
   "user_errors",
   "terminal",

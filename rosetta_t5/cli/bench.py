@@ -26,8 +26,9 @@ from rosetta_t5.networks.config import ATTENTION_KERNELS, T5Config
 from rosetta_t5.networks.layers.stack import REMAT_POLICIES
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.telemetry.run_metrics import peak_flops, training_flops_of
+from rosetta_t5.telemetry.run_metrics import peak_flops
 from rosetta_t5.terminal import output_file, positive_integer
+from rosetta_t5.traced.program import flops_of_training
 from rosetta_t5.training import TrainState, train_step
 from rosetta_t5.training.optimizers.optax_wrapper import OptaxWrapper
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -134,10 +135,21 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   return CompiledStep(compiled, state, batch, model, partitioner, text, seconds)
 
 
+def sequence_flops(config: T5Config, lengths: Sequence[int]) -> float:
+  """Returns the FLOPs of a training sequence with so many input and target tokens."""
+  model = EncoderDecoderModel(Transformer(config), None, None, None)
+  batch = make_batch(1, lengths, config.vocab_size, pack=False)
+  shapes = {name: value.shape for name, value in batch.items()}
+  variables = jax.eval_shape(
+    lambda key: model.get_initial_variables(key, shapes), jax.random.PRNGKey(0)
+  )
+  return flops_of_training(model, variables["params"], batch) or 0.0
+
+
 def measure(
   args: argparse.Namespace, step: Callable[[], Any], wait: Callable[[], Any], device: str
 ) -> dict[str, Any]:
-  """Times a step after a warmup, and returns the options and the rates, with T5X's formula for FLOPs.
+  """Times a step after a warmup, and returns the options and the rates, with the FLOPs of the traced loss.
 
   Args:
     args: those of `add_arguments`.
@@ -156,7 +168,7 @@ def measure(
   run_group()
   seconds = statistics.median(run_group() for _ in range(max(1, args.steps // _GROUP)))
   rate = args.batch / seconds / jax.device_count()
-  flops = training_flops_of(model_config(args.size), *args.lengths)
+  flops = sequence_flops(model_config(args.size), args.lengths)
   peak = peak_flops(jax.devices()[:1])
   return {
     **{name: value for name, value in vars(args).items() if value and not callable(value)},

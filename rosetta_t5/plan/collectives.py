@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   DATA_AXIS,
@@ -37,9 +39,11 @@ from rosetta_t5.plan.activation_collectives import (
   expert_collectives,
   pipeline_collectives,
 )
-from rosetta_t5.plan.memory import array_bytes, is_known, is_table, named_parameters
+from rosetta_t5.plan.memory import array_bytes
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.training.optimizers.optimizer_def import path_name
 
+_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")
 _LAYER = re.compile(r"(?<=layers)_\d+")
 # Parameters without the logical axis `embed`.
 _WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
@@ -61,9 +65,9 @@ def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective
     found += activation_collectives(work, is_any_over_batch)
   if work.mesh.get(EXPERT_AXIS, 1) > 1:
     found += expert_collectives(work)
-  if work.schedule.stages > 1 and is_known(work):
+  if work.schedule.stages > 1 and work.activations is not None:
     found += pipeline_collectives(work)
-  if work.context_shards > 1 and is_known(work):
+  if work.context_shards > 1 and work.activations is not None:
     found += context_collectives(work)
   return _merge(found)
 
@@ -77,6 +81,19 @@ def _merge(collectives: Sequence[Collective]) -> list[Collective]:
     size, count = total.size + each.size, total.count + each.count
     merged[key] = dataclasses.replace(each, size=size, count=count)
   return list(merged.values())
+
+
+def named_parameters(params: Any, specs: Any) -> Iterator[tuple[str, Any, Any]]:
+  """Yields the name, the shape and the PartitionSpec of each parameter."""
+  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  for (path, param), spec in zip(leaves, all_specs, strict=True):
+    yield path_name(path), param, spec
+
+
+def is_table(name: str) -> bool:
+  """Returns whether a parameter is one of a lookup, the output layer or a router, which stay in float32."""
+  return _TABLES.search(name) is not None
 
 
 # The collectives of parameters and their gradients.

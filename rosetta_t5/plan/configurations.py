@@ -127,7 +127,9 @@ def _configurations_by_mesh(
       continue  # a parameter cannot be split like this
     if batch_size % count_batch_shards(sizes):
       continue
-    work = workload_of(model, partitioner, plan.lengths, batch_size, sizes)
+    work = workload_of(
+      model, partitioner, plan.lengths, batch_size, sizes, activations=plan.activations
+    )
     kernel = fastest_kernel(model, plan.lengths, plan.dataset_cfg, sizes, gpu)
     work = work.replace(kernel=kernel)
     memory = StateMemory.of(plan.state, specs, work)

@@ -17,6 +17,7 @@ from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
+from rosetta_t5.plan.activations import Activations
 from rosetta_t5.plan.configurations import GPU, changes_that_fit
 from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
@@ -26,11 +27,12 @@ from rosetta_t5.plan.workload import (
   fastest_kernel,
   input_lengths,
   state_shapes,
+  traced_activations,
   workload_of,
 )
 from rosetta_t5.telemetry.console import count_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
-from rosetta_t5.telemetry.run_metrics import flops_of_lengths
+from rosetta_t5.traced.program import flops_of_segments
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.user_errors import reason_of, with_lines
 
@@ -161,16 +163,22 @@ class Plan:
       self.mesh,
       self.microbatches,
       self.fp8,
+      self.activations,
     ).replace(kernel=kernel)
 
-  @property
+  @functools.cached_property
+  def activations(self) -> Activations | None:
+    """What the model's traced loss keeps; None if it cannot be traced."""
+    return traced_activations(self["model"], self["partitioner"], self.state, self.lengths)
+
+  @functools.cached_property
   def flops(self) -> tuple[float, bool]:
-    """The FLOPs of a step on all devices, and whether there is an exact formula for the network."""
-    of_sequence = flops_of_lengths(self["model"].network_config, self.lengths)
-    is_exact = of_sequence is not None
-    if of_sequence is None:
+    """The FLOPs of a step on all devices, and whether they are those of the traced loss."""
+    if self.activations is None:
       of_sequence = 6.0 * count_parameters(self.state.params) * sum(self.lengths.values())
-    return self.dataset_cfg.batch_size * of_sequence, is_exact
+    else:
+      of_sequence = flops_of_segments(self.activations.segments) / self.activations.examples
+    return self.dataset_cfg.batch_size * of_sequence, self.activations is not None
 
 
 def _model_rows(plan: Plan) -> Rows:

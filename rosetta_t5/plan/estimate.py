@@ -13,12 +13,11 @@ from typing import Any
 import jax
 
 from rosetta_t5.plan.activation_collectives import Collective
-from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING
+from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING, is_attention
 from rosetta_t5.plan.collectives import step_collectives
-from rosetta_t5.plan.memory import StateMemory, is_known
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
-from rosetta_t5.telemetry.run_metrics import forward_flops_of
 
 # The backward pass as a share of the compute time.
 _BACKWARD_SHARE = 2 / 3
@@ -100,7 +99,7 @@ def estimate_step(
       sent *= _RECOMPUTED_TRAFFIC
     traffic.append(Traffic(each, sent, *seconds_on_links(sent, each.axes, work.mesh, gpu)))
   seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
-  if is_known(work):
+  if work.activations is not None:
     seconds *= _relative_time(work, gpu, mfu)
     seconds += (_pair_bytes(work) + _state_bytes_moved(memory, work)) / gpu.bandwidth
   return Estimate(memory.step(work), seconds, traffic, work.schedule.bubble)
@@ -112,10 +111,13 @@ def _relative_time(work: Workload, gpu: Gpu, mfu: float) -> float:
   fp8 makes the projections faster, and nothing else. Rematerialization repeats forward passes, which are
   a third of a step.
   """
-  forward = forward_flops_of(work.config, work.lengths.get("encoder", 0), work.lengths["decoder"])
   matmuls = min(mfu / _MATMUL_EFFICIENCY, 1.0)  # the share of the time
   other = 1.0 - matmuls
-  projections, attention, logits = (matmuls * part / sum(forward) for part in forward)
+  flops = _flops_by_kind(work)
+  total = sum(flops.values())
+  projections, attention, logits = (
+    matmuls * flops[kind] / total for kind in ("projections", "attention", "logits")
+  )
   if work.fp8 and gpu.fp8:
     projections *= gpu.bfloat16 / gpu.fp8
   total = projections + attention + logits + other
@@ -126,15 +128,28 @@ def _relative_time(work: Workload, gpu: Gpu, mfu: float) -> float:
   return total + (logits / 3 if work.loss_chunk_length else 0.0)
 
 
+def _flops_by_kind(work: Workload) -> dict[str, float]:
+  """Returns the FLOPs of the layers' projections and attention, and of matmuls outside layers."""
+  found = {"projections": 0.0, "attention": 0.0, "logits": 0.0}
+  for part in work.activations.segments if work.activations else ():
+    for value in part.values:
+      kind = "attention" if value.flops and is_attention(value) else "projections"
+      found[kind if part.count else "logits"] += part.layers * value.flops
+  return found
+
+
 def _pair_bytes(work: Workload) -> float:
   """Returns the bytes that attention moves for logits and probabilities; 0 for a fused kernel."""
-  if work.attention_kernel != "xla":
+  if work.is_attention_fused or work.activations is None or work.layout is None:
     return 0.0
-  source, target = work.lengths.get("encoder", 0), work.lengths["decoder"]
-  pairs = work.layers["encoder"] * source**2 + work.layers["decoder"] * target * (target + source)
-  heads = work.config.num_heads / work.model_shards * work.itemsize
   passes = _PAIR_PASSES * (1.0 if work.policy == "none" else 4 / 3)
-  return passes * pairs * heads * work.examples / work.context_shards
+  pairs = [
+    part.layers * work.layout.bytes_of(value, work.examples)
+    for part in work.activations.segments
+    for value in part.values
+    if is_attention(value) and work.activations.is_pair(value)
+  ]
+  return passes * sum(pairs)
 
 
 def _state_bytes_moved(memory: StateMemory, work: Workload) -> float:

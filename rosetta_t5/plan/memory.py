@@ -5,27 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh import FSDP_AXIS, axis_names
+from rosetta_t5.parallel.mesh import FSDP_AXIS, MODEL_AXIS, axis_names
 from rosetta_t5.plan.activations import (
-  attention_bias_copies,
-  deferred_by_layer,
-  kept_by_layer,
-  kept_outside_layers,
-  pipeline_buffers,
-  relative_bias_bytes,
-  temporary_by_layer,
+  RECOMPUTED,
+  Activations,
+  Kept,
+  Layout,
+  is_attention,
+  stored_view,
 )
 from rosetta_t5.plan.workload import Workload
-from rosetta_t5.training.optimizers.optimizer_def import path_name
-
-# Parameters of lookups, of the output layer and of routers.
-_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")
+from rosetta_t5.traced.program import Segment, parameters_read
 
 
 def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -53,53 +48,10 @@ def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int])
   return math.prod(shape) * array.dtype.itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class Gradients:
-  """The bytes per device of a step's gradients, by what they are the gradients of.
-
-  XLA keeps the gradient of a kernel in the compute dtype, or in float32 if layers are scanned, and those
-  of the tables (the embeddings and the output layer) in float32.
-  """
-
-  tables: float
-  encoder: float
-  decoder: float
-
-
-def gradient_bytes(params: Any, specs: Any, mesh: Mapping[str, int], itemsize: int) -> Gradients:
-  """Returns the bytes per device of the gradients.
-
-  Args:
-    itemsize: the bytes of a number in the gradient of a kernel.
-  """
-  totals = {"tables": 0.0, "encoder": 0.0, "decoder": 0.0}
-  for name, param, spec in named_parameters(params, specs):
-    size = array_bytes(param, spec, mesh)
-    if is_table(name):
-      totals["tables"] += size
-    else:
-      side = "encoder" if "encoder" in name.split("/") else "decoder"
-      totals[side] += size * itemsize / param.dtype.itemsize
-  return Gradients(**totals)
-
-
-def named_parameters(params: Any, specs: Any) -> Iterator[tuple[str, Any, Any]]:
-  """Yields the name, the shape and the PartitionSpec of each parameter."""
-  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  for (path, param), spec in zip(leaves, all_specs, strict=True):
-    yield path_name(path), param, spec
-
-
-def is_table(name: str) -> bool:
-  """Returns whether a parameter is one of a lookup, the output layer or a router, which stay in float32."""
-  return _TABLES.search(name) is not None
-
-
 def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
   """Returns the bytes per device of the parts of a training step, when it needs most.
 
-  The parts are "params", "optimizer", "activations" unless the network is unknown, and those of
+  The parts are "params", "optimizer", "activations" unless the loss cannot be traced, and those of
   "gradients", "logits" and "gathered parameters" that exist at that moment.
   """
   return StateMemory.of(state, specs, work).step(work)
@@ -111,159 +63,297 @@ class StateMemory:
 
   Attributes:
     held: the bytes per device of "params" and "optimizer".
-    gradients: the bytes per device of the gradients; None if the network is unknown.
+    gradients: the bytes per device of the gradients of the parameters of each segment; None if the
+      loss cannot be traced.
   """
 
   held: dict[str, float]
-  gradients: Gradients | None
+  gradients: list[float] | None
 
   @classmethod
   def of(cls, state: Any, specs: Any, work: Workload) -> StateMemory:
     """Returns the memory of a train state; see `step_memory`."""
     held = state_bytes(state, specs, work.mesh)
-    if not is_known(work):
+    if work.activations is None:
       return cls(held, None)
-    # The gradients of scanned layers are stacked in the parameters' type, float32.
-    itemsize = 4 if work.is_scanned else work.itemsize
-    return cls(held, gradient_bytes(state.params, specs.params, work.mesh, itemsize))
+    leaves = jax.tree.leaves(
+      specs.params, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+    )
+    params = zip(jax.tree.leaves(state.params), leaves, strict=True)
+    sizes = [array_bytes(param, spec, work.mesh) for param, spec in params]
+    return cls(held, _gradient_bytes(work.activations.segments, sizes))
 
   def step(self, work: Workload) -> dict[str, float]:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
-    if self.gradients is None:
+    if self.gradients is None or work.activations is None:
       return {**self.held, "gradients": self.held["params"]}
-    return self.held | _largest(*_moments(self.held["params"], self.gradients, work))
+    moments = _Moments(self.held["params"], self.gradients, work, work.activations).all()
+    return self.held | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def is_known(work: Workload) -> bool:
-  """Returns whether the network has the sizes from which activations can be computed."""
-  names = ("vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "mlp_activations")
-  return all(hasattr(work.config, name) for name in names)
+def _gradient_bytes(segments: Sequence[Segment], sizes: Sequence[float]) -> list[float]:
+  """Returns the bytes of the gradients of the parameters of each segment.
 
-
-def _moments(params: float, gradients: Gradients, work: Workload) -> Iterator[dict[str, float]]:
-  """Yields what exists besides the train state at each moment that may need the most memory.
-
-  That is when the gradient of the logits exists; at the beginning of the decoder's or of the encoder's
-  backward pass; when all gradients exist; and, if activations are split by length and nothing is
-  rematerialized, when XLA computes the gradients of kernels that it has deferred.
+  XLA keeps the gradient of a matmul's kernel in the type of its operands, others as the parameter is
+  stored, and those of a scan in float32, stacked.
   """
-  examples, target = work.examples / work.microbatches, work.positions["decoder"]
-  per_layer, per_temporary = kept_by_layer(work, work.policy), temporary_by_layer(work)
-  # A stage has fewer layers and computes more examples. It also keeps what it computes in the bubble.
-  in_layers = examples / (1.0 - work.schedule.bubble)
-  kept = {side: in_layers * per_layer[side] * work.layers[side] for side in work.lengths}
-  temporary = {side: work.stage_examples * per_temporary[side] for side in work.lengths}
-  biases, bias_gradients = relative_bias_bytes(work)
-  ends = examples * (kept_outside_layers(work) + pipeline_buffers(work))
-  ends += attention_bias_copies(work) + biases
-  logits = examples * work.config.vocab_size / work.model_shards * _logit_positions(work)
-  copies, gathered = _kernel_copies(gradients, work), _gathered(gradients, work)
-  forward = sum(kept.values()) + ends + sum(copies.values())
-  # Microbatches are added up in float32.
-  added_up = params if work.microbatches > 1 else 0.0
-  # XLA sets the gradients of lookups to zero before the backward pass of a scan, or of one device and batch.
-  is_one = math.prod(work.mesh.values()) == work.microbatches == 1
-  lookups = gradients.tables if work.is_scanned or is_one else 0.0
-  kernels = gradients.encoder + gradients.decoder
-  stacked, kept_logits, tables = 0.0, 0.0, gathered["tables"]
-  if work.is_scanned:
-    # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
-    # gradient of the logits until after it, and of the output layer if that is not the embedding.
-    # A pipeline adds up those of all ticks.
-    sums = 2 if work.schedule.stages > 1 else 1
-    stacked, kept_logits = sums * kernels, 4 * logits
-    tables = 0.0 if _is_tied(work) else gathered["tables"]
+  of_segment: dict[int, int] = {}
+  in_float32: set[int] = set()
+  # Layers first, because what is computed before a scan also reads its stacked parameters, to transpose them.
+  for number, part in sorted(enumerate(segments), key=lambda pair: not pair[1].count):
+    for parameter in part.parameters or parameters_read(part):
+      of_segment.setdefault(parameter, number)
+    for value in part.values:
+      is_narrow = value.primitive == "dot_general" and not part.is_scanned
+      for operand in () if value.parameters else value.operands:
+        if operand.dtype.itemsize == 4 or not is_narrow:
+          in_float32 |= operand.parameters
+  found = [0.0] * len(segments)
+  for parameter, number in of_segment.items():
+    found[number] += sizes[parameter] / (1 if parameter in in_float32 else 2)
+  return found
 
-  def moment(activations: float, grads: float, logits: float, gathered: float) -> dict[str, float]:
-    parts = {"gradients": added_up + grads, "activations": activations, "logits": logits}
+
+class _Moments:
+  """The moments of a step that may need the most memory."""
+
+  def __init__(
+    self, params: float, gradients: Sequence[float], work: Workload, activations: Activations
+  ):
+    """Reads what the moments have in common."""
+    self.params, self.gradients, self.work = params, gradients, work
+    self.segments, self.activations = activations.segments, activations
+    self.layout = work.layout or Layout((), work.mesh, activations.examples)
+    self.examples = work.examples / work.microbatches
+    self.layers = [n for n, part in enumerate(self.segments) if part.count]
+    self.tables = sum(gradients) - sum(gradients[n] for n in self.layers)
+
+  def all(self) -> Iterator[dict[str, float]]:
+    """Yields what exists besides the train state at each moment.
+
+    That is when the gradient of the last segment's result exists; at the beginning of the backward pass
+    of each stack of layers; when all gradients exist; and, if positions are split over `model` and nothing
+    is rematerialized, when XLA computes the gradients of kernels that it has deferred.
+    """
+    work, segments = self.work, self.segments
+    # A stage also keeps what it computes in the bubble.
+    in_layers = self.examples / (1.0 - work.schedule.bubble)
+    kept = [
+      self._kept(n, work.policy, in_layers if part.count else self.examples)
+      for n, part in enumerate(segments)
+    ]
+    copies = [self._kernel_copies(n) for n in range(len(segments))]
+    biases, bias_gradients = self._biases()
+    ends = biases + self._pipeline_buffers()
+    gathered = self._gathered()
+    loss = self._gradient(segments[-1], self.examples)
+    is_one = math.prod(work.mesh.values()) == work.microbatches == 1
+    # XLA sets the gradients of lookups to zero before the backward pass of a scan, or of one device and batch.
+    is_scanned = any(part.is_scanned for part in segments)
+    lookups = self.tables if is_scanned or is_one else 0.0
+    last = self.layers[-1] if self.layers else len(segments) - 1
+    everything = sum(kept) + sum(copies) + ends
+    yield self._moment(
+      everything - loss, lookups, 2 * loss, gathered.tables + gathered.layers.get(last, 0.0)
+    )
+    stacked, kept_logits, tables = 0.0, 0.0, gathered.tables
+    if is_scanned:
+      # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
+      # gradient of the logits until after it, and of the output layer if that is not the embedding.
+      # A pipeline adds up those of all ticks.
+      sums = 2 if work.schedule.stages > 1 else 1
+      stacked, kept_logits = sums * (sum(self.gradients) - self.tables), loss
+      tables = 0.0 if self._is_tied() else gathered.tables
+    for number in reversed(self.layers):
+      held = sum(kept[: number + 1]) + sum(copies[: number + 1]) + ends
+      held += self._temporary(number) - self._last_result(number)
+      later = sum(self.gradients[n] for n in self.layers if n > number)
+      logits = kept_logits if number == last else 0.0
+      if number == last:
+        held += sum(kept[number + 1 :]) - loss
+      yield self._moment(
+        held, self.tables + (stacked or later), logits, tables + gathered.layers.get(number, 0.0)
+      )
+    yield self._moment(biases + bias_gradients, sum(self.gradients), 0.0, gathered.end)
+    if work.policy == "none" and (deferred := self._deferred()):
+      yield self._moment(deferred + ends, sum(self.gradients), loss, gathered.end)
+
+  def _moment(
+    self, activations: float, gradients: float, logits: float, gathered: float
+  ) -> dict[str, float]:
+    # Microbatches are added up in float32.
+    added_up = self.params if self.work.microbatches > 1 else 0.0
+    parts = {"gradients": added_up + gradients, "activations": activations, "logits": logits}
     parts["gathered parameters"] = gathered
     return {name: size for name, size in parts.items() if size or name == "activations"}
 
-  yield moment(forward, lookups, 2 * 4 * logits, gathered["tables"] + gathered["decoder"])
-  held, grads = forward + temporary["decoder"], gradients.tables + stacked
-  yield moment(held, grads, kept_logits, tables + gathered["decoder"])
-  if "encoder" in work.lengths:
-    held = biases + kept["encoder"] + copies["encoder"] + temporary["encoder"]
-    grads = gradients.tables + (stacked or gradients.decoder)
-    yield moment(held, grads, 0.0, tables + gathered["encoder"])
-  grads = gradients.tables + kernels
-  yield moment(biases + bias_gradients, grads, 0.0, gathered["end"])
-  if work.activation_split == "length" and work.policy == "none":
-    deferred = deferred_by_layer(work)
-    operands = sum(deferred[side] * work.layers[side] for side in work.lengths)
-    # The last layer's gradients of its inputs are added up over devices.
-    sums = 3 * work.positions.get("encoder", target) * work.config.emb_dim * work.itemsize
-    held = examples * (operands + sums) + ends
-    yield moment(held, grads, 4 * logits, gathered["end"])
+  def _kept(self, number: int, policy: str, examples: float) -> float:
+    """Returns the bytes that the layers of a segment keep."""
+    part = self.segments[number]
+    kept = self.activations.kept(policy, self.work.is_attention_fused)[number]
+    if part.count:
+      kept = [each for each in kept if each.value.is_batched]
+    return part.layers * sum(self._bytes_kept(each, examples) for each in kept)
+
+  def _last_result(self, number: int) -> float:
+    """Returns the bytes of the result of the last layer of a stack, which its own gradient does not need."""
+    kept = self.activations.kept(self.work.policy, self.work.is_attention_fused)[number]
+    return sum(self._bytes_kept(x, self.examples) for x in kept if x.value.is_boundary)
+
+  def _bytes_kept(self, kept: Kept, examples: float) -> float:
+    """Returns the bytes of an array that is kept; with fp8, also those of its rounded copy."""
+    gathered = self.layout.gathered_for(kept.value, kept.reader)
+    size = self.layout.bytes_of(kept.value, examples, gathered) * kept.copies
+    is_rounded = self.work.fp8 and kept.reader is not None and not is_attention(kept.reader)
+    if not is_rounded or kept.value.dtype.itemsize != 2:
+      return size
+    return size / 2 if kept.is_computed else size * 1.5
+
+  def _temporary(self, number: int) -> float:
+    """Returns the bytes that exist only while a layer's backward pass is computed.
+
+    The layer's forward pass is computed again if it is rematerialized.
+    """
+    examples, part = self.work.stage_examples, self.segments[number]
+    everything = "none" if self.work.policy == "none" else RECOMPUTED
+    complete, kept = (
+      self._kept(number, policy, examples) / part.layers
+      for policy in (everything, self.work.policy)
+    )
+    return max(complete - kept, 0.0) + self._gradient(part, examples)
+
+  def _gradient(self, part: Segment, examples: float) -> float:
+    """Returns the bytes of the most gradients that exist at a time in a segment's backward pass.
+
+    These are those of matmuls with the same operand; or those of attention's logits and probabilities and,
+    if positions are split, the keys and values of whole rows and their gradients.
+    """
+    sums: dict[int, float] = {}
+    for value in part.values:
+      if value.primitive != "dot_general" or not (value.is_batched and value.is_trained):
+        continue
+      if not is_attention(value):
+        source = stored_view(next(x for x in value.operands if x.is_batched))
+        sums[id(source)] = sums.get(id(source), 0.0) + self.layout.bytes_of(value, examples)
+        continue
+      pairs = self.activations.is_pair(value) and not self.work.is_attention_fused
+      size = 2 * self.layout.bytes_of(value, examples) if pairs else 0.0
+      for operand in value.operands:
+        source = stored_view(operand)
+        if gathered := self.layout.gathered_for(source, value):
+          size += 4 * self.layout.bytes_of(source, examples, gathered)
+      sums[id(value)] = size
+    return max(sums.values(), default=0.0)
+
+  def _deferred(self) -> float:
+    """Returns the bytes of the operands of the gradients of kernels, if their inputs are gathered.
+
+    XLA's GPU compiler computes these gradients after the activations' gradients of all layers, if activations
+    between blocks are split by position. Until then it keeps inputs and results' gradients, gathered.
+    """
+    total, is_split = 0.0, False
+    for part in self.segments:
+      sizes: dict[int, float] = {}
+      for value in part.values if part.count else ():
+        if value.primitive != "dot_general" or is_attention(value) or not value.is_batched:
+          continue
+        source = stored_view(next(x for x in value.operands if x.is_batched))
+        gathered = self.layout.gathered_for(source, value)
+        is_split = is_split or MODEL_AXIS in gathered
+        sizes[id(source)] = self.layout.bytes_of(source, self.examples, gathered)
+        summed = self.layout.summed_over(value)
+        sizes[id(value)] = self.layout.bytes_of(value, self.examples, summed)
+      total += part.layers * sum(sizes.values())
+    return total if is_split else 0.0
+
+  def _biases(self) -> tuple[float, float]:
+    """Returns the bytes of what layers add to all examples, and of their gradients for each layer.
+
+    Layers share one array, except scanned layers. For cuDNN on several devices, XLA stores a copy for each.
+    It adds up the layers' gradients last.
+    """
+    is_copied = self.work.attention_kernel == "cudnn" and math.prod(self.work.mesh.values()) > 1
+    total = gradients = 0.0
+    for number in self.layers:
+      part = self.segments[number]
+      size = sum(self.layout.bytes_of(x, 1.0) for x in self.activations.bias_of(part))
+      total += size * (part.count if part.is_scanned else 1 + part.count * is_copied)
+      gradients += 0.0 if part.is_scanned else size * part.count
+    return total, gradients
+
+  def _pipeline_buffers(self) -> float:
+    """Returns the bytes of the outputs of all microbatches, for which each stage of a pipeline has room."""
+    stages = self.work.schedule.stages
+    outputs = [v for n in self.layers for v in self.segments[n].values if v.is_boundary]
+    size = sum(self.layout.bytes_of(value, self.examples, (MODEL_AXIS,)) for value in outputs)
+    return stages * size if stages > 1 else 0.0
+
+  def _gathered(self) -> _Gathered:
+    """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
+    work, shards = self.work, self.work.mesh.get(FSDP_AXIS, 1) * self.work.context_shards
+    if shards == 1:
+      return _Gathered(0.0, 0.0, {})
+    is_tied = self._is_tied()
+    # The embedding, the output layer and the latter's gradient; and the kernels of a stack of layers,
+    # which XLA gathers well before their backward pass, so that communication overlaps.
+    tables = 1.5
+    # At the end, the gradients of both lookups and of the output layer exist before they are scattered.
+    end = 3.0 if is_tied else 1.5
+    layers = {}
+    for number in self.layers:
+      part, share = self.segments[number], 1.0
+      if work.schedule.stages > 1:
+        share = 2.0  # a pipeline adds up the gradients of gathered parameters
+      elif part.is_scanned:
+        # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
+        share = 2 * work.itemsize / 4 / part.count
+        # Of two tables only one is complete at a time: the output layer, or its gradient.
+        tables, end = (tables, end) if is_tied else (0.5, 1.0)
+      elif work.microbatches == 1:
+        # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
+        # kernels are in fp8. Nothing reads the embedding again.
+        is_ahead = work.policy == "none" and not work.fp8
+        share = 0.5 if is_ahead else 1 / part.count
+        tables = 2.0 if is_tied else 1.0
+      layers[number] = share * shards * self.gradients[number]
+    return _Gathered(tables * shards * self.tables, end * shards * self.tables, layers)
+
+  def _is_tied(self) -> bool:
+    """Returns whether a table of lookups is also the kernel of a matmul."""
+    read: dict[str, set[int]] = {"gather": set(), "dot_general": set()}
+    for value in (v for part in self.segments if not part.count for v in part.values):
+      if value.primitive in read:
+        read[value.primitive].update(*(x.parameters for x in value.operands))
+    return bool(read["gather"] & read["dot_general"])
+
+  def _kernel_copies(self, number: int) -> float:
+    """Returns the bytes of the copies of a segment's kernels that are kept, each as large as the gradient.
+
+    These are kernels in the type in which they are multiplied. Rematerialized layers convert them again.
+    If layers are scanned, each forward pass, and each that is repeated, reads the stacked kernels in
+    float32 with the layers' dimension first.
+    """
+    work, part = self.work, self.segments[number]
+    is_kept = work.policy == "none"
+    if not part.count:
+      return 0.0
+    if part.is_scanned:
+      is_read_again = not is_kept or work.microbatches > 1
+      size = is_read_again + (work.itemsize / 4 if is_kept else 0.0)
+    elif not is_kept or work.itemsize == 4:
+      size = 0.0
+    else:
+      size = 1 / work.itemsize if work.fp8 else 1.0
+    return self.gradients[number] * size
 
 
-def _gathered(gradients: Gradients, work: Workload) -> dict[str, float]:
-  """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
-  shards = work.mesh.get(FSDP_AXIS, 1) * work.context_shards
-  if shards == 1:
-    return {"tables": 0.0, "encoder": 0.0, "decoder": 0.0, "end": 0.0}
-  # The embedding, the output layer and the latter's gradient; and the kernels of encoder or decoder,
-  # which XLA gathers well before their backward pass, so that communication overlaps.
-  copies, tables = dict.fromkeys(work.layers, 1.0), 1.5
-  # At the end, the gradients of both lookups and of the output layer exist before they are scattered.
-  end = 3.0 if _is_tied(work) else 1.5
-  if work.schedule.stages > 1:
-    # A pipeline adds up the gradients of gathered parameters.
-    copies = dict.fromkeys(work.layers, 2.0)
-  elif work.is_scanned:
-    # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
-    size = 2 * work.itemsize / 4
-    copies = {side: size / max(layers, 1) for side, layers in work.layers.items()}
-    if not _is_tied(work):
-      # Of two tables only one is complete at a time: the output layer, or its gradient.
-      tables, end = 0.5, 1.0
-  elif work.microbatches == 1:
-    # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
-    # kernels are in fp8. Nothing reads the embedding again.
-    is_ahead = work.policy == "none" and not work.fp8
-    copies = {s: 0.5 if is_ahead else 1 / max(n, 1) for s, n in work.layers.items()}
-    tables = 2.0 if _is_tied(work) else 1.0
-  return {
-    "tables": tables * shards * gradients.tables,
-    "end": end * shards * gradients.tables,
-    "encoder": copies["encoder"] * shards * gradients.encoder,
-    "decoder": copies["decoder"] * shards * gradients.decoder,
-  }
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+  """The bytes of gathered parameters: outside layers, at the end of a step, and of each stack of layers."""
 
-
-def _is_tied(work: Workload) -> bool:
-  """Returns whether the output layer is the embedding."""
-  return bool(getattr(work.config, "logits_via_embedding", False))
-
-
-def _kernel_copies(gradients: Gradients, work: Workload) -> dict[str, float]:
-  """Returns the bytes of the copies of kernels that are kept, each as large as the gradient.
-
-  These are kernels in the type in which they are multiplied. Rematerialized layers convert them again.
-  If layers are scanned, each forward pass, and each that is repeated, reads the stacked kernels in
-  float32 with the layers' dimension first.
-  """
-  is_kept = work.policy == "none"
-  if work.is_scanned:
-    is_read_again = not is_kept or work.microbatches > 1
-    converted = work.itemsize / 4 if is_kept else 0.0
-    size = is_read_again + converted
-  elif not is_kept or work.itemsize == 4:
-    size = 0.0
-  else:
-    size = 1 / work.itemsize if work.fp8 else 1.0
-  return {"encoder": gradients.encoder * size, "decoder": gradients.decoder * size}
-
-
-def _logit_positions(work: Workload) -> float:
-  """Returns the number of target positions of a device whose logits exist at the same time."""
-  target = work.lengths["decoder"]
-  return min(work.loss_chunk_length or target, target) / work.context_shards
-
-
-def _largest(*phases: dict[str, float]) -> dict[str, float]:
-  """Returns the phase that needs the most memory."""
-  return max(phases, key=lambda phase: sum(phase.values()))
+  tables: float
+  end: float
+  layers: dict[int, float]
 
 
 def size_text(number: float) -> str:

@@ -13,7 +13,7 @@ from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.plan.configurations import USABLE, best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
-from rosetta_t5.plan.memory import StateMemory, is_known, size_text
+from rosetta_t5.plan.memory import StateMemory, size_text
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 from rosetta_t5.terminal import positive_integer
 from rosetta_t5.user_errors import ConfigError
@@ -134,7 +134,7 @@ def _traffic_rows(estimate: Estimate) -> Rows:
 
 def _choice_rows(plan: Plan, gpu: Gpu, mfu: float, any_precision: bool) -> Rows:
   """Returns the fastest configurations that fit, with the flags that set them."""
-  if plan.resolved.problems.messages or not plan.is_training or not is_known(plan.work):
+  if plan.resolved.problems.messages or not plan.is_training or plan.activations is None:
     return []
   choices = best_configurations(plan, gpu, mfu, any_precision)
   if not choices:

@@ -27,7 +27,9 @@ from rosetta_t5.parallel.pipeline import (
   PipelineSettings,
   choose_schedule,
 )
+from rosetta_t5.plan.activations import Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu
+from rosetta_t5.traced.program import read_program, trace_loss
 from rosetta_t5.training import InferenceState, TrainState
 
 # cuDNN's attention is fused for Ampere and later.
@@ -56,6 +58,8 @@ class Workload:
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
+    activations: what the traced loss keeps; None if it cannot be traced.
+    layout: how arrays are split over the mesh.
   """
 
   config: Any
@@ -70,6 +74,13 @@ class Workload:
   fp8: bool = False
   kernel: str | None = None
   pipeline: PipelineSettings | None = None
+  activations: Activations | None = None
+  layout: Layout | None = None
+
+  @property
+  def is_attention_fused(self) -> bool:
+    """Whether one kernel computes attention, and stores neither logits nor probabilities."""
+    return self.attention_kernel != "xla"
 
   @property
   def model_shards(self) -> int:
@@ -165,6 +176,7 @@ def workload_of(
   mesh: Mapping[str, int],
   microbatches: int | None = None,
   fp8: bool = False,
+  activations: Activations | None = None,
 ) -> Workload:
   """Returns what a step of a run computes.
 
@@ -182,6 +194,8 @@ def workload_of(
     loss_chunk_length=model.loss_chunk_length,
     fp8=fp8 or getattr(model.network_config, "make_matmul", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
+    activations=activations,
+    layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),
   )
 
 
@@ -223,16 +237,20 @@ def batch_workload(
   shapes: Mapping[str, Sequence[int]],
   mesh: Mapping[str, int],
   microbatches: int | None = None,
+  state: Any = None,
 ) -> Workload:
   """Returns what a step on a batch of these shapes computes.
 
   Args:
     shapes: the shape [B, L] of each feature of the global batch.
+    state: the shapes of the train state, with which the loss is traced; None to leave out activations.
   """
   features = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
   lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
   batch_size = next(iter(shapes.values()))[0]
-  return workload_of(model, partitioner, lengths, batch_size, mesh, microbatches)
+  activations = state and traced_activations(model, partitioner, state, lengths)
+  inputs = (lengths, batch_size, mesh, microbatches)
+  return workload_of(model, partitioner, *inputs, activations=activations)
 
 
 def pipeline_notes(
@@ -274,6 +292,43 @@ def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[st
       "decoder": prepared or lengths.get("targets", _ANY_LENGTH),
     }
   return {"decoder": prepared or sum(lengths.values()) or _ANY_LENGTH}
+
+
+def batch_shapes(lengths: Mapping[str, int], examples: int = 1) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shape of each feature of a training batch; `lengths`: see `input_lengths`."""
+  kinds = ("input_tokens", "target_tokens", "loss_weights", "causal_attention")
+  names = {f"decoder_{kind}": lengths["decoder"] for kind in kinds}
+  if "encoder" in lengths:
+    names["encoder_input_tokens"] = lengths["encoder"]
+  return {n: jax.ShapeDtypeStruct((examples, length), jnp.int32) for n, length in names.items()}
+
+
+# Constraints name dimensions that the sizes of the axes of a trace, two, divide; and groups of experts have
+# rows of one device only.
+_TRACED_EXAMPLES = 4
+
+
+def traced_activations(
+  model: Any, partitioner: Any, state: Any, lengths: Mapping[str, int]
+) -> Activations | None:
+  """Returns the activations of a model's traced loss; None if it cannot be traced.
+
+  Args:
+    state: the shapes of the train state.
+    lengths: see `input_lengths`.
+  """
+  rules = getattr(partitioner, "logical_axis_rules", ())
+  batch = batch_shapes(lengths, _TRACED_EXAMPLES)
+  names = jax.tree.leaves(
+    partitioner.get_logical_axes(state).params,
+    is_leaf=lambda x: x is None or isinstance(x, jax.sharding.PartitionSpec),
+  )
+  try:
+    traced = trace_loss(model, state.params, batch, [name for name, _ in rules])
+  except Exception:  # a model of the user's, with other features or another loss
+    return None
+  axes = [tuple(each or ()) for each in names]
+  return Activations(read_program(traced, len(axes), axes), _TRACED_EXAMPLES)
 
 
 def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], trained: bool) -> Any:

@@ -1,1 +1,1 @@
-"""Metrics, console, TensorBoard, a run's own files, FLOPs, the GPUs' data sheets, NaN reports."""
+"""Metrics, console, TensorBoard, a run's own files, the GPUs' data sheets, NaN reports."""

@@ -175,7 +175,7 @@ def describe_setup(
 def describe_training(
   model: Any,
   params: Any,
-  batch: Mapping[str, Any],
+  flops: float | None,
   steps: tuple[int, int],
   restored_from: str | None = None,
   examples: Sequence[str] = (),
@@ -185,16 +185,15 @@ def describe_training(
   """Returns the lines of the header that are printed before the first step.
 
   Args:
-    model: the model; its `network_config` determines the FLOPs.
+    model: the model.
     params: the parameters, or their shapes.
-    batch: the arrays or shapes of a batch, by feature.
+    flops: the FLOPs of a training sequence; None if they are unknown.
     steps: the completed steps at the start and at the end of the run.
     restored_from: the path of the checkpoint; None if the run starts from scratch.
     examples: lines about the training data: numbers of examples, truncation, epochs.
     computation: number formats and kernels, with reasons.
     notes: warnings about the run, one per line.
   """
-  flops = run_metrics.flops_of_model(model, batch)
   cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
   start = f"from {restored_from}" if restored_from else "from scratch"
   rows = [

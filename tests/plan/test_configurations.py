@@ -7,12 +7,12 @@ import shlex
 
 import gin
 import pytest
+from planned_work import planned_work
 
 from rosetta_t5.cli import main
 from rosetta_t5.networks.config import T5Config
 from rosetta_t5.plan.estimate import estimate_step
-from rosetta_t5.plan.memory import Gradients, StateMemory
-from rosetta_t5.plan.workload import Workload
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.telemetry.gpus import GPUS
 
 # T5 1.1 large with fewer layers, which are traced in less time.
@@ -100,8 +100,8 @@ def test_a_state_that_fits_no_configuration_is_reported(capsys):
 
 def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
   config = T5Config(vocab_size=32128, emb_dim=1024, mlp_dim=2816, num_heads=16, dtype="bfloat16")
-  work = Workload(config, {"encoder": 512, "decoder": 128}, 32, {"data": 1}, kernel="cudnn")
-  memory = StateMemory({"params": 1e9}, Gradients(0.0, 0.0, 0.0))
+  work = planned_work(config, {"encoder": 512, "decoder": 128}, 32, {"data": 1}, kernel="cudnn")
+  memory = StateMemory({"params": 1e9}, [0.0] * len(work.activations.segments))
 
   def seconds(**changes):
     step = work.replace(**changes)

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from planned_work import planned_work
 
 from rosetta_t5.networks.config import T5Config
 from rosetta_t5.parallel.pipeline import PipelineSettings
 from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload
+from rosetta_t5.traced.program import parameters_read
 
 MESH = {"data": 8, "model": 1}
 LARGE = T5Config(
@@ -28,13 +30,27 @@ LARGE = T5Config(
   mlp_dim=2816,
   mlp_activations=("gelu", "linear"),
 )
-WORK = Workload(LARGE, {"encoder": 512, "decoder": 128}, examples=256, mesh=MESH)
+WORK = planned_work(LARGE, {"encoder": 512, "decoder": 128}, 256, MESH)
 
 
 def state(parameters: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
-  """Returns a train state's shapes, without an optimizer, and its PartitionSpecs."""
-  params = {"kernel": jax.ShapeDtypeStruct((parameters,), jnp.float32)}
-  specs = {"kernel": PartitionSpec()}
+  """Returns a train state's shapes, without an optimizer, and its PartitionSpecs.
+
+  One kernel of the layers has all of the parameters.
+  """
+  segments = WORK.activations.segments
+  count = 1 + max(number for part in segments for number in parameters_read(part))
+  kernels = [
+    number
+    for value in segments[1].values
+    if value.primitive == "dot_general"
+    for operand in value.operands
+    for number in operand.parameters
+  ]
+  params = [
+    jax.ShapeDtypeStruct((parameters * (n in kernels[:1]),), jnp.float32) for n in range(count)
+  ]
+  specs = [PartitionSpec()] * count
   return types.SimpleNamespace(params=params), types.SimpleNamespace(params=specs)
 
 
@@ -73,9 +89,9 @@ def test_a_step_that_fits_gets_no_advice():
 
 
 def test_a_state_that_is_too_large_must_be_sharded():
-  (line,) = changes_that_fit(*state(11_000_000_000), WORK)
+  (line,) = changes_that_fit(*state(12_500_000_000), WORK)
   assert line.startswith(
-    "microbatches and rematerialization do not suffice: 66 GB are params, gradients. Shard them"
+    "microbatches and rematerialization do not suffice: 75 GB are params, gradients. Shard them"
   )
 
 
@@ -86,7 +102,7 @@ def test_a_configured_remat_policy_is_kept():
 
 
 def test_unknown_networks_get_no_advice():
-  unknown = WORK.replace(config=types.SimpleNamespace())
+  unknown = WORK.replace(config=types.SimpleNamespace(), activations=None)
   assert not changes_that_fit(*state(100_000_000_000), unknown)
 
 

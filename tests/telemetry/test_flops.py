@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import types
 
+import jax
 import pytest
+from tiny_models import make_batch, make_decoder_only_model, make_model
 
-from rosetta_t5.networks.transformer import T5Config, TransformerConfig
-from rosetta_t5.telemetry.run_metrics import flops_of_lengths, peak_flops, training_flops_of
+from rosetta_t5.networks.transformer import T5Config, Transformer, TransformerConfig
+from rosetta_t5.telemetry.run_metrics import peak_flops
+from rosetta_t5.traced.program import flops_of_training
 
 SIZES = {
   "small": ((512, 6, 8, 8, 64, 1024), 109.9),
@@ -26,11 +29,22 @@ FIELDS = (
 )
 
 
+def flops_of(config, batch):
+  """Returns the FLOPs of a training sequence of this batch."""
+  is_t5 = isinstance(config, T5Config)
+  model = make_model(Transformer(config)) if is_t5 else make_decoder_only_model(config)
+  shapes = {name: value.shape for name, value in batch.items()}
+  variables = jax.eval_shape(
+    lambda key: model.get_initial_variables(key, shapes), jax.random.PRNGKey(0)
+  )
+  return flops_of_training(model, variables["params"], batch)
+
+
 def flops(dims, mlp_activations=("gelu", "linear")):
   config = T5Config(
     vocab_size=32128, mlp_activations=mlp_activations, **dict(zip(FIELDS, dims, strict=True))
   )
-  return training_flops_of(config, encoder_length=512, decoder_length=128)
+  return flops_of(config, make_batch(2, 512, 128))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -63,15 +77,17 @@ def test_flops_of_a_decoder_equal_megatrons_formula(hidden, heads, layers):
   layers_part = 72 * length * layers * hidden**2 * (1 + length / (6 * hidden))
   logits_part = 6 * length * hidden * vocab_size
   expected = layers_part + logits_part
-  assert training_flops_of(config, 0, length) == pytest.approx(expected, rel=1e-12)
+  names = ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
+  batch = {name: jax.ShapeDtypeStruct((2, length), "int32") for name in names}
+  assert flops_of(config, batch) == pytest.approx(expected, rel=1e-12)
 
 
 def test_flops_of_experts_are_those_of_their_slots_and_routers():
   sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "vocab_size": 32}
-  lengths = {"encoder": 32, "decoder": 16}
-  dense = flops_of_lengths(T5Config(**sizes), lengths)
+  batch = make_batch(2, 32, 16)
+  dense = flops_of(T5Config(**sizes), batch)
   equal, more = (
-    flops_of_lengths(T5Config(**sizes, num_experts=4, capacity_factor=factor), lengths)
+    flops_of(T5Config(**sizes, num_experts=4, capacity_factor=factor), batch)
     for factor in (1.0, 1.25)
   )
   tokens, config = 32 + 16, T5Config(**sizes)
@@ -81,11 +97,9 @@ def test_flops_of_experts_are_those_of_their_slots_and_routers():
   assert more - equal == 3 * 2 * kernels * 4 * (2 + 1)
 
 
-def test_flops_of_a_config_with_other_fields_are_unknown():
-  t5_config = types.SimpleNamespace(num_encoder_layers=2)
-  assert flops_of_lengths(types.SimpleNamespace(depth=3), {"decoder": 8}) is None
-  assert flops_of_lengths(t5_config, {"decoder": 8}) is None
-  assert flops_of_lengths(None, {"encoder": 8, "decoder": 8}) is None
+def test_flops_of_a_loss_that_cannot_be_traced_are_unknown():
+  model = types.SimpleNamespace(loss_fn=lambda params, batch, rng: batch["missing"])
+  assert flops_of_training(model, {}, {}) is None
 
 
 def test_peak_is_the_sum_over_devices_or_none_if_one_is_unknown():

@@ -1,0 +1,1 @@
+"""Traced losses: their arrays, matmuls and layers, whatever the network, and their FLOPs."""

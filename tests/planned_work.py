@@ -1,0 +1,44 @@
+"""What `plan` knows of a step of a network, from its traced loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_models import make_decoder_only_model, make_model
+
+from rosetta_t5.networks.transformer import T5Config, Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.plan.activations import Layout
+from rosetta_t5.plan.memory import StateMemory
+from rosetta_t5.plan.workload import Workload, state_shapes, traced_activations
+
+
+def planned_work(
+  config: Any,
+  lengths: dict[str, int],
+  examples: float,
+  mesh: dict[str, int],
+  partitioner: Any = None,
+  loss_chunk_length: int | None = None,
+  **changes: Any,
+) -> Workload:
+  """Returns a step with so many examples on each device of a mesh that need not exist."""
+  is_t5 = isinstance(config, T5Config)
+  if is_t5:
+    model = make_model(Transformer(config), loss_chunk_length=loss_chunk_length)
+  else:
+    model = make_decoder_only_model(config)
+  partitioner = partitioner or PjitPartitioner(num_partitions=1)
+  state = state_shapes(model, 1, lengths, trained=False)
+  activations = traced_activations(model, partitioner, state, lengths)
+  assert activations is not None
+  layout = Layout(partitioner.logical_axis_rules, mesh, activations.examples)
+  return Workload(
+    config, lengths, examples, mesh, activations=activations, layout=layout, **changes
+  )
+
+
+def activation_bytes(work: Workload) -> float:
+  """Returns what a step needs besides the train state, which is empty here."""
+  gradients = [0.0] * len(work.activations.segments)
+  return sum(StateMemory({"params": 0.0}, gradients).step(work).values())
