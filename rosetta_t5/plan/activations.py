@@ -265,7 +265,9 @@ class Layout:
       traced_examples: the number of examples of a traced program.
     """
     self._rules, self._mesh, self._examples = tuple(rules), mesh, traced_examples
+    # Values stay alive as long as the program, so their ids identify them.
     self._specs: dict[int, tuple[Value, list[tuple[str, ...]]]] = {}
+    self._gathered: dict[tuple[int, int], tuple[str, ...]] = {}
 
   def bytes_of(self, value: Value, examples: float, gathered: Sequence[str] = ()) -> float:
     """Returns the bytes of an array on a device that computes so many examples.
@@ -309,6 +311,12 @@ class Layout:
     """Returns the mesh axes over which a matmul cannot read an operand in parts."""
     if reader is None or reader.primitive != "dot_general":
       return ()
+    key = id(value), id(reader)
+    if key not in self._gathered:
+      self._gathered[key] = self._find_gathered(value, reader)
+    return self._gathered[key]
+
+  def _find_gathered(self, value: Value, reader: Value) -> tuple[str, ...]:
     side = 0 if stored_view(reader.operands[0]) is value else 1
     own, other = (self.spec_of(reader.operands[n]) for n in (side, 1 - side))
     contracted, batch = reader.params["dimension_numbers"]
