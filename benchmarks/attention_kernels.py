@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rosetta_t5.files import write_atomically
-from rosetta_t5.kernels.attention import Visibility, attend
+from rosetta_t5.kernels.attention import Operands, Visibility, attend
 
 # Name → (queries, keys, whether there is a bias, whether it is causal).
 ATTENTIONS = {
@@ -46,7 +46,7 @@ def measure(
   def loss(operands: tuple, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array:
     q, k, v, bias = operands
     visible = Visibility(query_ids, key_ids, causal=causal, packed=packed)
-    return jnp.sum(attend(kernel, q, k, v, bias, visible).astype(jnp.float32))
+    return jnp.sum(attend(kernel, Operands(q, k, v, bias, visible)).astype(jnp.float32))
 
   arguments = ((q, k, v, bias), query_ids, key_ids)
   step = jax.jit(jax.grad(loss)).lower(*arguments).compile()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rosetta_t5.kernels.attention import Visibility, attend
+from rosetta_t5.kernels.attention import Operands, Visibility, attend
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
@@ -58,7 +58,7 @@ def test_fused_attention_and_its_gradients_equal_the_reference(kernel, causal):
   # The outputs at padding are not used.
   do = do * jnp.asarray(ids > 0)[..., None, None]
   segments = Visibility(jnp.asarray(ids), jnp.asarray(ids), causal=causal)
-  fused = jax.jit(lambda q, k, v, b: attend(kernel, q, k, v, b, segments))
+  fused = jax.jit(lambda q, k, v, b: attend(kernel, Operands(q, k, v, b, segments)))
   exact = functools.partial(xla_attention, mask_B1TS=jnp.asarray(mask), float32_logits=True)
   got, gradients = jax.vjp(fused, q, k, v, bias)
   want, want_gradients = jax.vjp(exact, *(x.astype(jnp.float32) for x in (q, k, v, bias)))
@@ -89,5 +89,5 @@ def test_cudnn_returns_nan_for_padding_between_tokens():
   bias = jnp.zeros((1, 2, 64, 64), jnp.bfloat16)
   ids = jnp.ones((1, 64), jnp.int32)
   for gapped, is_nan in ((ids, False), (ids.at[0, 3].set(0), True)):
-    out = attend("cudnn", q, q, q, bias, Visibility(gapped, gapped))
+    out = attend("cudnn", Operands(q, q, q, bias, Visibility(gapped, gapped)))
     assert bool(jnp.isnan(out).any()) == is_nan

@@ -137,87 +137,82 @@ class AttentionCase:
   batch: int = 1
   layers: int = 1
 
-  @classmethod
-  def of_operands(
-    cls, q_BTHK: Array, k_BSGK: Array, bias: Any, visible: Visibility, softcap: float | None
-  ) -> AttentionCase:
-    """Returns the case that `Kernel.run` computes with these arguments."""
-    return cls(
-      queries=q_BTHK.shape[1],
-      keys=k_BSGK.shape[1],
-      heads=q_BTHK.shape[2],
-      kv_heads=k_BSGK.shape[2],
-      head_dim=q_BTHK.shape[3],
-      dtype=q_BTHK.dtype.name,
+
+class Operands(NamedTuple):
+  """The arguments of an attention kernel, which are those of `xla_attention`.
+
+  `visible` is what `Kernel.prepare` returns, or a mask [B or 1, 1 or H, T, S], or None.
+  """
+
+  q_BTHK: Float[Array, "B T H K"]
+  k_BSGK: Float[Array, "B S G K"]
+  v_BSGK: Float[Array, "B S G K"]
+  bias_1HTS: Float[Array, "#B H T S"] | None = None
+  visible: Any = None
+  value_scale_BGS: Float[Array, "B G S"] | None = None
+  softcap: float | None = None
+  float32_logits: bool = False
+
+  def case(self) -> AttentionCase:
+    """Returns the kind of attention; `visible` must be a `Visibility`."""
+    _, queries, heads, size = self.q_BTHK.shape
+    visible: Visibility = self.visible
+    return AttentionCase(
+      queries=queries,
+      keys=self.k_BSGK.shape[1],
+      heads=heads,
+      kv_heads=self.k_BSGK.shape[2],
+      head_dim=size,
+      dtype=self.q_BTHK.dtype.name,
       causal=visible.causal,
-      has_bias=bias is not None,
+      has_bias=self.bias_1HTS is not None,
       packed=visible.packed,
       has_prefix=visible.prefix_BT is not None,
       window=visible.window,
-      softcap=softcap,
+      softcap=self.softcap,
       context_shards=context_shards(),
     )
+
+  def scaled_values(self) -> Float[Array, "B S G K"]:
+    """Returns the values times their factors, which carry dropout."""
+    if self.value_scale_BGS is None:
+      return self.v_BSGK
+    scale_BSG1 = self.value_scale_BGS.transpose(0, 2, 1)[..., None]
+    return self.v_BSGK * scale_BSG1.astype(self.v_BSGK.dtype)
 
 
 class Kernel(NamedTuple):
   """A way to compute the attention of whole sequences.
 
   Attributes:
-    run: called as run(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible, value_scale_BGS, softcap,
-      float32_logits), whose last three are optional; returns what `xla_attention` returns.
+    run: returns the attention of `Operands`, [B, T, H, K].
     refuses: returns why it cannot compute an `AttentionCase` on a device, and what to set instead; None
       if it can.
     prepare: converts a `Visibility` to what `run` takes, once for all layers.
   """
 
-  run: Callable[..., Array]
+  run: Callable[[Operands], Array]
   refuses: Callable[[AttentionCase, Any], str | None]
   prepare: Callable[[Visibility], Any] = lambda visible: visible
 
 
-def attend(
-  kernel: str,
-  q_BTHK: Float[Array, "B T H K"],
-  k_BSGK: Float[Array, "B S G K"],
-  v_BSGK: Float[Array, "B S G K"],
-  bias_1HTS: Float[Array, "#B H T S"] | None,
-  visible: Visibility | Bool[Array, "#B #H T S"] | None,
-  value_scale_BGS: Float[Array, "B G S"] | None = None,
-  softcap: float | None = None,
-  float32_logits: bool = False,
-) -> Float[Array, "B T H K"]:
-  """Returns `xla_attention`, computed by the kernel of this name.
+def attend(kernel: str, operands: Operands) -> Float[Array, "B T H K"]:
+  """Returns the attention computed by the kernel of this name.
 
   XLA's kernel computes what only it can: with a mask instead of a `Visibility`, or with neither.
 
   Raises:
     ValueError: the kernel cannot compute it.
   """
-  if isinstance(visible, Visibility):
-    case = AttentionCase.of_operands(q_BTHK, k_BSGK, bias_1HTS, visible, softcap)
-    check_kernel(kernel, case)
-  else:
-    kernel = "xla"
-  run = KERNELS[kernel].run
-  return run(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible, value_scale_BGS, softcap, float32_logits)
+  if not isinstance(operands.visible, Visibility):
+    return _run_xla(operands)
+  if problem := KERNELS[kernel].refuses(operands.case(), target_device()):
+    raise ValueError(f"attention_kernel = {kernel!r} {problem}")
+  return KERNELS[kernel].run(operands)
 
 
-def check_kernel(name: str, case: AttentionCase) -> None:
-  """Raises ValueError if the kernel cannot compute the case on the device in use."""
-  if problem := KERNELS[name].refuses(case, target_device()):
-    raise ValueError(f"attention_kernel = {name!r} {problem}")
-
-
-def _run_xla(
-  q: Array,
-  k: Array,
-  v: Array,
-  bias: Array | None,
-  visible: Any,
-  value_scale: Array | None = None,
-  softcap: float | None = None,
-  float32_logits: bool = False,
-) -> Array:
+def _run_xla(operands: Operands) -> Array:
+  q, k, v, bias, visible, value_scale, softcap, float32_logits = operands
   mask = visible.mask() if isinstance(visible, Visibility) else visible
   if context_shards() > 1:
     # Each device computes the queries of its own positions.
@@ -229,23 +224,8 @@ def _run_xla(
   return xla_attention(q, k, v, bias, mask, value_scale, float32_logits, softcap)
 
 
-def _scale_values(v_BSGK: Array, value_scale_BGS: Array | None) -> Array:
-  if value_scale_BGS is None:
-    return v_BSGK
-  return v_BSGK * value_scale_BGS.transpose(0, 2, 1)[..., None].astype(v_BSGK.dtype)
-
-
-def _run_cudnn(
-  q: Array,
-  k: Array,
-  v: Array,
-  bias: Array | None,
-  visible: Visibility,
-  value_scale: Array | None = None,
-  softcap: float | None = None,
-  float32_logits: bool = False,
-) -> Array:
-  del softcap, float32_logits  # it refuses the first, and always computes the second
+def _run_cudnn(operands: Operands) -> Array:
+  q, k, _, bias, visible, *_ = operands
   # The mask is passed as lengths, because a mask array would be expanded to [B, H, T, S]. A row that
   # is all padding counts as one token, since its outputs would otherwise be NaN. The check is added
   # to the bias because that is small and shared by the layers, or to the queries of a decoder without
@@ -258,7 +238,7 @@ def _run_cudnn(
   return jax.nn.dot_product_attention(
     q,
     k,
-    _scale_values(v, value_scale),
+    operands.scaled_values(),
     bias=bias,
     scale=1.0,
     is_causal=visible.causal,
@@ -282,24 +262,15 @@ def _row_lengths(segments_BT: Array) -> Array:
   return jnp.max(jnp.where(segments_BT > 0, ends_T[None], 1), axis=1)
 
 
-def _run_flash(
-  q_BTHK: Array,
-  k_BSGK: Array,
-  v_BSGK: Array,
-  bias_1HTS: Array | None,
-  visible: Visibility,
-  value_scale: Array | None = None,
-  softcap: float | None = None,
-  float32_logits: bool = False,
-) -> Array:
+def _run_flash(operands: Operands) -> Array:
   """Runs the kernel on each device's examples, heads and queries.
 
   XLA cannot partition a Triton kernel. Devices that share a row gather its keys and values.
   """
-  del float32_logits  # they always are
+  q, k, _, bias, visible, _, softcap, _ = operands
   mesh = jax.sharding.get_abstract_mesh()
-  batch, heads = dividing_axes(("batch", "heads"), (q_BTHK.shape[0], k_BSGK.shape[2]))
-  is_split = context_shards(q_BTHK.shape[1], k_BSGK.shape[1]) > 1
+  batch, heads = dividing_axes(("batch", "heads"), (q.shape[0], k.shape[2]))
+  is_split = context_shards(q.shape[1], k.shape[1]) > 1
   interpret = target_device().platform != "gpu"
   options = FlashOptions(visible.causal, visible.window, softcap, interpret)
 
@@ -308,20 +279,19 @@ def _run_flash(
       return context_attention(q, k, v, bias, Segments(*segments), CONTEXT_AXIS, options)
     return flash_attention(q, k, v, bias, Segments(*segments), options)
 
-  v_BSGK = _scale_values(v_BSGK, value_scale)
-  operands = (q_BTHK, k_BSGK, v_BSGK, bias_1HTS, visible.query_BT, visible.key_BS)
+  arrays = (q, k, operands.scaled_values(), bias, visible.query_BT, visible.key_BS)
   if mesh.empty or mesh.size == 1:
-    return run(*operands)
+    return run(*arrays)
   length = CONTEXT_AXIS if is_split else None
   spec, segments_spec = PartitionSpec(batch, length, heads), PartitionSpec(batch)
-  bias_spec = None if bias_1HTS is None else PartitionSpec(None, heads, length)
+  bias_spec = None if bias is None else PartitionSpec(None, heads, length)
   sharded = jax.shard_map(
     run,
     in_specs=(spec, spec, spec, bias_spec, segments_spec, segments_spec),
     out_specs=spec,
     check_vma=False,  # Pallas kernels do not declare over which mesh axes their results vary
   )
-  return sharded(*operands)
+  return sharded(*arrays)
 
 
 def _first_problem(problems: list[tuple[bool, str]]) -> str | None:

@@ -29,7 +29,7 @@ import numpy as np
 import rosetta_t5
 from rosetta_t5.distributed.coordination import broadcast_text
 from rosetta_t5.files import write_atomically
-from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Visibility
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visibility
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.config import layer_kinds, replace_config
 from rosetta_t5.networks.layers.dense import Matmul, matmul
@@ -312,7 +312,7 @@ def _forward_and_backward(kernel: Attention) -> Callable[..., Any]:
 
 def _kernel(name: str, case: AttentionCase) -> Attention:
   """Returns one of our kernels as a function (q, k, v, bias, visible) → output."""
-  return functools.partial(KERNELS[name].run, softcap=case.softcap)
+  return lambda *operands: KERNELS[name].run(Operands(*operands)._replace(softcap=case.softcap))
 
 
 def _stored_or(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import T5_1_1, make_batch, make_model, params_of
 
-from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Visibility, attend
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visibility, attend
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks.kernel_measurement import kernel_of
 from rosetta_t5.networks.transformer import T5Config, Transformer
@@ -67,7 +67,7 @@ def test_fused_kernels_refuse_prefixes():
   ids = jnp.ones((1, 4), jnp.int32)
   q = jnp.ones((1, 4, 2, 8))
   with pytest.raises(ValueError, match="'flash' supports causal attention only"):
-    attend("flash", q, q, q, None, Visibility(ids, ids, prefix_BT=ids, causal=True))
+    attend("flash", Operands(q, q, q, None, Visibility(ids, ids, prefix_BT=ids, causal=True)))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_dropout_scales_the_values():
   q, k, v = jax.random.normal(jax.random.PRNGKey(0), (3, 2, 6, 2, 4))
   factor = jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, (2, 2, 6)).astype(jnp.float32) * 2
   ids = jnp.ones((2, 6), jnp.int32)
-  got = attend("flash", q, k, v, None, Visibility(ids, ids), factor)
+  got = attend("flash", Operands(q, k, v, None, Visibility(ids, ids), factor))
   want = xla_attention(q, k, v, value_scale_BGS=factor)
   assert jnp.allclose(got, want, atol=1e-5)
   assert not jnp.allclose(got, xla_attention(q, k, v), atol=1e-2)
@@ -112,7 +112,7 @@ def cudnn(monkeypatch):
     return q if bias is None else q + bias.mean()
 
   monkeypatch.setattr(jax.nn, "dot_product_attention", record)
-  return lambda *arguments: (KERNELS["cudnn"].run(*arguments), seen)
+  return lambda *arguments: (KERNELS["cudnn"].run(Operands(*arguments)), seen)
 
 
 def test_lengths_for_cudnn_reach_the_last_token_and_are_never_zero(cudnn):

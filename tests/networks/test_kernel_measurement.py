@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_models import GPT, make_batch, make_decoder_only_model
 
-from rosetta_t5.kernels.attention import KERNELS, AttentionCase
+from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.networks import kernel_measurement
 from rosetta_t5.networks.config import T5Config
@@ -91,7 +91,7 @@ def test_our_own_kernels_pass_the_comparison(packed, causal, dtype):
   case = dataclasses.replace(CASE, keys=32, dtype=dtype, causal=causal, packed=packed)
   limit = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
 
-  assert kernel_error(case, KERNELS["flash"].run) < limit
+  assert kernel_error(case, lambda *operands: KERNELS["flash"].run(Operands(*operands))) < limit
   assert kernel_error(case, reference) < limit
 
 

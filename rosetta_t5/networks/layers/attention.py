@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from rosetta_t5.kernels.attention import Visibility, attend
+from rosetta_t5.kernels.attention import Operands, Visibility, attend
 from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention
 from rosetta_t5.networks.gpu_fusion import projection_inputs
 from rosetta_t5.networks.layers import decoding_cache
@@ -159,8 +159,9 @@ class MultiHeadDotProductAttention(nn.Module):
     else:
       batch, length, groups, _ = keys.shape
       scale_BGS = self._dropout_scale(deterministic, (batch, groups, length), rows)
-      attention = (q_BTHK, keys, values, bias, mask, scale_BGS, self.softcap, self.float32_logits)
-      outputs_BTHK = attend(self.attention_kernel, *attention)
+      options = (scale_BGS, self.softcap, self.float32_logits)
+      operands = Operands(q_BTHK, keys, values, bias, mask, *options)
+      outputs_BTHK = attend(self.attention_kernel, operands)
     if self.transpose_batch_sequence:
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
