@@ -104,7 +104,9 @@ def is_decoder(config: Config) -> bool:
 
 def has_shifted_ids(config: Config) -> bool:
   """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
-  return is_decoder(config) and not config.get(name_tables.PADDING_IS_TOKEN_0)
+  family = BY_MODEL_TYPE.get(config.get("model_type"))
+  shifts = family is not None and family.SHIFTS_IDS
+  return shifts and not config.get(name_tables.PADDING_IS_TOKEN_0)
 
 
 def read_config(file: epath.PathLike) -> dict[str, Any]:

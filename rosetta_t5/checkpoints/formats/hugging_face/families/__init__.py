@@ -5,6 +5,7 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
   MODEL_TYPES       {model_type: the class in Transformers, or its beginning if there are an encoder's and
                     an encoder-decoder's}
   IS_DECODER        whether the networks are decoders (TransformerConfig), else T5s (T5Config)
+  SHIFTS_IDS        whether our ids are one higher, because id 0 is not padding there
   EMBEDDING         our name of the table of tokens, whose dtype is the model's
   FIXED             entries of config.json with the only value that our networks support, the default
   DEFAULTS          entries of config.json for a model that does not come from one

@@ -19,6 +19,7 @@ from rosetta_t5.networks.config import TransformerConfig
 
 MODEL_TYPES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
 IS_DECODER = True
+SHIFTS_IDS = True
 FIXED = {
   "scale_attn_weights": True,
   "scale_attn_by_inverse_layer_idx": False,

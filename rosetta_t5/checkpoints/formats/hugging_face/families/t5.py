@@ -23,6 +23,7 @@ from rosetta_t5.networks.config import T5Config
 _SWITCH = "switch_transformers"
 MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
 IS_DECODER = False
+SHIFTS_IDS = False
 FIXED = {"router_bias": False}
 DEFAULTS = {"dropout_rate": 0.1, "initializer_factor": 1.0, "pad_token_id": 0, "eos_token_id": 1}
 _SIZES = {
