@@ -82,11 +82,12 @@ def test_models_have_the_published_sizes(name, millions):
   assert _parameters(name) / 1e6 == pytest.approx(millions, rel=3e-3)
 
 
-# Billions, as rounded by Zoph et al. 2022 (ST-MoE), Brown et al. 2020 (175), Pax (126M, 5B), Narayanan et al.
+# Billions, as rounded by Zoph et al. 2022 (ST-MoE), Aryabumi et al. 2024 (8), Brown et al. 2020 (175), Pax (126M, 5B), Narayanan et al.
 # 2021 (the others).
 ROUNDED = {
   "moe/st_moe_large": "4.1",
   "moe/st_moe_32b": "269",
+  "cohere/aya_23_8b": "8.0",
   "gpt/126m": "0.125",
   "gpt/5b": "5",
   "gpt/175b": "175",
