@@ -118,7 +118,6 @@ def test_log_line_shows_rate_and_gradient_norm_as_in_tensorboard_which_has_more(
 
 def test_the_report_of_a_run_has_its_facts_and_its_metrics(finished):
   run = read_runs([str(finished[0])])[0]
-  assert run.notes == []
   assert [(line["event"], line["step"]) for line in run.log] == [("start", 0), ("end", 3)]
   assert run.setup["mesh"] == {"data": 8, "model": 1}
   assert run.setup["lengths"]["encoder_input_tokens"] == 32
