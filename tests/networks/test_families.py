@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jax
@@ -14,8 +15,8 @@ import pytest
 from transformers_families import FAMILIES, LLAMA3, RECORDED, VOCAB, draw, tokens
 
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy, cross_entropy
-from rosetta_t5.networks.config import TransformerConfig
-from rosetta_t5.networks.transformer import DecoderWrapper
+from rosetta_t5.networks.config import T5Config, TransformerConfig
+from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 
 SIZES = {"vocab_size": VOCAB, "emb_dim": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
 SIZES |= {"head_dim": 8, "mlp_dim": 48, "dropout_rate": 0.0, "positions": "rotary"}
@@ -45,6 +46,17 @@ CONFIGS = {
   },
 }
 
+T5GEMMA = Transformer(
+  T5Config(
+    **{k: v for k, v in SIZES.items() if k != "num_layers"} | GEMMA,
+    num_encoder_layers=2,
+    num_decoder_layers=2,
+    attention_softcap=3.0,
+    logit_softcap=4.0,
+    shared_embedding=False,
+  )
+)
+
 # Our name in a layer → Transformers'.
 LAYER = {
   "pre_self_attention_layer_norm/scale": "input_layernorm.weight",
@@ -73,12 +85,38 @@ ENDS = {
 }
 
 
+# Gemma's names in T5Gemma.
+T5GEMMA_LAYER = {
+  ours: theirs.replace("input_layernorm", "pre_self_attn_layernorm").replace(
+    "post_attention_layernorm", "post_self_attn_layernorm"
+  )
+  for ours, theirs in GEMMA_LAYER.items()
+}
+T5GEMMA_LAYER |= {
+  ours.replace("self_attention", "attention"): theirs for ours, theirs in T5GEMMA_LAYER.items()
+}
+T5GEMMA_LAYER |= {
+  f"encoder_decoder_attention/{name}/kernel": f"cross_attn.{name[0]}_proj.weight"
+  for name in ("query", "key", "value", "out")
+}
+T5GEMMA_LAYER |= {
+  f"{when}_cross_attention_layer_norm/scale": f"{when}_cross_attn_layernorm.weight"
+  for when in ("pre", "post")
+}
+
+
 def config_of(family, **changes):
   return TransformerConfig(**{**SIZES, **CONFIGS[family], **changes})
 
 
 def their_name(family, path):
   ours = "/".join(path[1:])
+  if family == "t5gemma":
+    stack = f"model.{path[0]}"
+    if not ours.startswith("layers_"):
+      return f"{stack}.{'norm' if 'norm' in ours else 'embed_tokens'}.weight"
+    layer, name = ours.removeprefix("layers_").split("/", 1)
+    return f"{stack}.layers.{layer}.{T5GEMMA_LAYER[name]}"
   if ours in ENDS:
     return ENDS[ours]
   layer, name = ours.removeprefix("layers_").split("/", 1)
@@ -87,8 +125,9 @@ def their_name(family, path):
 
 
 def params_of(family):
-  module, ids = DecoderWrapper(config_of(family)), jnp.ones((1, 2), jnp.int32)
-  shapes = jax.eval_shape(module.init, jax.random.PRNGKey(0), ids, ids)["params"]
+  module = T5GEMMA if family == "t5gemma" else DecoderWrapper(config_of(family))
+  ids = [jnp.ones((1, 2), jnp.int32)] * (3 if family == "t5gemma" else 2)
+  shapes = jax.eval_shape(module.init, jax.random.PRNGKey(0), *ids)["params"]
 
   def weights(path, leaf):
     keys = [key.key for key in path]
@@ -114,6 +153,43 @@ def test_logits_equal_those_of_transformers(family, kernel):
   recorded = json.loads(RECORDED.read_text())["every third position and fifth logit"][family]
   found = logits_of(config_of(family, attention_kernel=kernel), params_of(family))
   np.testing.assert_allclose(found[:, ::3, ::5], recorded, atol=2e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_kernel": "flash", "fuse_qkv_params": True}])
+def test_logits_of_an_encoder_decoder_equal_those_of_transformers(changes):
+  recorded = json.loads(RECORDED.read_text())["every third position and fifth logit"]["t5gemma"]
+  inputs, targets = (jnp.asarray(x, jnp.int32) for x in (tokens(), tokens()[:, ::-1]))
+  module = Transformer(T5GEMMA.config.replace(**changes))
+  run = jax.jit(
+    lambda p: module.apply({"params": p}, inputs, targets, targets, enable_dropout=False)
+  )
+  np.testing.assert_allclose(run(params_of("t5gemma"))[:, ::3, ::5], recorded, atol=2e-4)
+
+
+def test_an_encoder_decoder_with_rotary_positions_decodes_what_it_predicts():
+  params = params_of("t5gemma")
+  inputs, targets = (jnp.asarray(x, jnp.int32) for x in (tokens(), tokens()[:, ::-1]))
+  length = targets.shape[1]
+  apply = functools.partial(T5GEMMA.apply, enable_dropout=False)
+
+  def run(params):
+    whole = apply({"params": params}, inputs, targets, targets)
+    ones = jnp.ones_like(targets)
+    _, cache = apply({"params": params}, inputs, ones, ones, decode=True, mutable=["cache"])
+    encoded = apply({"params": params}, inputs, method=T5GEMMA.encode)
+
+    def step(cache, token_B):
+      variables, token = {"params": params, **cache}, token_B[:, None]
+      options = {"decode": True, "max_decode_length": length, "mutable": ["cache"]}
+      logits, cache = apply(
+        variables, encoded, inputs, token, token, method=T5GEMMA.decode, **options
+      )
+      return cache, logits[:, 0]
+
+    return whole, jax.lax.scan(step, cache, targets.T)[1].swapaxes(0, 1)
+
+  whole, found = jax.jit(run)(params)
+  np.testing.assert_allclose(found, whole, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

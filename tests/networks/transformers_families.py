@@ -72,6 +72,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
 }
 
+# T5Gemma's encoder and decoder, each with a table of its own.
+T5GEMMA = FAMILIES["gemma2"][1] | {
+  "num_hidden_layers": 2,
+  "layer_types": ALTERNATING[:2],
+  "dropout_rate": 0.0,
+}
+T5GEMMA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
 
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
   """Returns the weights of this name."""
@@ -84,6 +92,14 @@ def tokens() -> np.ndarray:
   return np.random.default_rng(0).integers(1, VOCAB, (2, LENGTH))
 
 
+def fill(model: Any) -> None:
+  """Draws the weights of a model of PyTorch."""
+  import torch
+
+  for name, weight in model.named_parameters():
+    weight.data = torch.tensor(draw(name, tuple(weight.shape)))
+
+
 def record() -> None:
   """Writes the logits of Transformers' models."""
   import torch
@@ -94,11 +110,21 @@ def record() -> None:
     arguments = {k: v for k, v in arguments.items() if family != "cohere" or k != "head_dim"}
     config = getattr(transformers, config_cls)(**arguments, attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for name, weight in model.named_parameters():
-      weight.data = torch.tensor(draw(name, tuple(weight.shape)))
+    fill(model)
     with torch.no_grad():
       found = model(torch.tensor(tokens())).logits
     logits[family] = found[:, ::3, ::5].double().numpy().round(6).tolist()
+  # Transformers 5.24 counts an encoder's window without the token itself.
+  sides = {"encoder": T5GEMMA | {"sliding_window": 4}, "decoder": T5GEMMA}
+  config = transformers.T5GemmaConfig(
+    **sides, vocab_size=VOCAB, attn_implementation="eager", pad_token_id=0, dropout_rate=0.0
+  )
+  model = transformers.T5GemmaForConditionalGeneration(config).eval()
+  fill(model)
+  with torch.no_grad():
+    inputs, targets = torch.tensor(tokens()), torch.tensor(tokens()[:, ::-1].copy())
+    found = model(input_ids=inputs, decoder_input_ids=targets).logits
+  logits["t5gemma"] = found[:, ::3, ::5].double().numpy().round(6).tolist()
   content = {
     "transformers": transformers.__version__,
     "every third position and fifth logit": logits,
