@@ -79,12 +79,6 @@ class Activations:
     """Returns whether an array is one of attention's logits and probabilities, or between them."""
     return id(value) in self._pairs
 
-  def bias_of(self, part: Segment) -> list[Value]:
-    """Returns the trained arrays without examples that a segment adds to arrays of examples."""
-    operands = (stored_view(x) for v in part.values if v.is_batched for x in v.operands)
-    found = {id(x): x for x in operands if x.is_trained and not x.is_batched and not x.parameters}
-    return list(found.values())
-
   def _kept(self, policy: str, is_fused: bool) -> list[list[Kept]]:
     """Returns the arrays of each segment that are kept with a policy.
 
@@ -171,7 +165,7 @@ class Activations:
       return True
     if value.primitive != "add":
       return False
-    first, second = (_factor(x) for x in value.operands)
+    first, second = (stored_view(x) for x in value.operands)
     if first.primitive != "dot_general":
       first, second = second, first
     return first.primitive == "dot_general" and first not in self.roots(second)
@@ -206,17 +200,6 @@ def stored_view(value: Value) -> Value:
   """Returns the array whose bytes a value has, in another shape."""
   while _VIEWS.fullmatch(value.primitive) and not value.is_boundary:
     value = value.operands[0]
-  return value
-
-
-def _factor(value: Value) -> Value:
-  """Returns the array of which a value is a multiple by what has no gradient, such as dropout."""
-  while not value.is_boundary:
-    trained = [x for x in value.operands if x.is_trained]
-    is_scaled = value.primitive in ("mul", "div", "select_n", "convert_element_type")
-    if not (is_scaled and len(trained) == 1) and not _VIEWS.fullmatch(value.primitive):
-      break
-    value = trained[0] if trained else value.operands[0]
   return value
 
 
@@ -267,7 +250,6 @@ class Layout:
     self._rules, self._mesh, self._examples = tuple(rules), mesh, traced_examples
     # Values stay alive as long as the program, so their ids identify them.
     self._specs: dict[int, tuple[Value, list[tuple[str, ...]]]] = {}
-    self._gathered: dict[tuple[int, int], tuple[str, ...]] = {}
 
   def bytes_of(self, value: Value, examples: float, gathered: Sequence[str] = ()) -> float:
     """Returns the bytes of an array on a device that computes so many examples.
@@ -307,16 +289,8 @@ class Layout:
     pairs = zip(*contracted, strict=True)
     return tuple(axis for i, j in pairs for axis in left[i] if axis in right[j])
 
-  def gathered_for(self, value: Value, reader: Value | None) -> tuple[str, ...]:
+  def gathered_for(self, value: Value, reader: Value) -> tuple[str, ...]:
     """Returns the mesh axes over which a matmul cannot read an operand in parts."""
-    if reader is None or reader.primitive != "dot_general":
-      return ()
-    key = id(value), id(reader)
-    if key not in self._gathered:
-      self._gathered[key] = self._find_gathered(value, reader)
-    return self._gathered[key]
-
-  def _find_gathered(self, value: Value, reader: Value) -> tuple[str, ...]:
     side = 0 if stored_view(reader.operands[0]) is value else 1
     own, other = (self.spec_of(reader.operands[n]) for n in (side, 1 - side))
     contracted, batch = reader.params["dimension_numbers"]

@@ -26,7 +26,7 @@ from rosetta_t5.parallel.pipeline import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.memory import StateMemory, size_text
 from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
-from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
+from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE
 
 # The axes that split parameters, as a user names them.
 _SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
@@ -83,9 +83,7 @@ class Configuration:
     return [f"--gin.{line}" for line in lines]
 
 
-def best_configurations(
-  plan: Any, gpu: Gpu, mfu: float, any_precision: bool = False
-) -> list[Configuration]:
+def best_configurations(plan: Any, mfu: float, any_precision: bool) -> list[Configuration]:
   """Returns the fastest configurations that fit, the fastest first, each on another mesh.
 
   Of equal times, as they are printed, the one that shards the parameters least comes first.
@@ -93,7 +91,7 @@ def best_configurations(
   Args:
     any_precision: whether to try bfloat16 and fp8; otherwise the recipe's precision is kept.
   """
-  found = _configurations_by_mesh(plan, gpu, mfu, any_precision)
+  found = _configurations_by_mesh(plan, mfu, any_precision)
   fastest = [min(choices, key=_seconds) for choices in found if choices]
 
   def rank(choice: Configuration) -> tuple[float, int]:
@@ -108,18 +106,18 @@ def _seconds(configuration: Configuration) -> float:
 
 
 def _configurations_by_mesh(
-  plan: Any, gpu: Gpu, mfu: float, any_precision: bool
+  plan: Any, mfu: float, any_precision: bool
 ) -> Iterator[list[Configuration]]:
   """Yields, for each mesh, its configurations that fit."""
-  model, batch_size = plan["model"], plan.dataset_cfg.batch_size
+  gpu, model, batch_size = plan.gpu, plan["model"], plan.dataset_cfg.batch_size
+  config = model.network_config
   partitioner = plan["partitioner"].with_mesh({PIPELINE_AXIS: 1, DATA_AXIS: -1, CONTEXT_AXIS: 1})
-  if has_experts(model.network_config):
+  if has_experts(config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
-  precisions = {plan.fp8}
-  if any_precision:
-    precisions = {False, _can_use_fp8(model.network_config, gpu)}
-  for mesh in _possible_meshes(model.network_config, plan.devices[0], plan.lengths):
+  can_use_fp8 = gpu.fp8 is not None and hasattr(config, "make_matmul") and is_bfloat16(config)
+  precisions = {False, can_use_fp8} if any_precision else {plan.fp8}
+  for mesh in _possible_meshes(config, plan.devices[0], plan.lengths):
     sizes = partitioner.with_mesh(mesh).mesh_config.axis_sizes(plan.devices[0])
     try:
       check_partition_specs(plan.state, specs, sizes)
@@ -127,20 +125,20 @@ def _configurations_by_mesh(
       continue  # a parameter cannot be split like this
     if batch_size % count_batch_shards(sizes):
       continue
-    work = workload_of(
-      model, partitioner, plan.lengths, batch_size, sizes, activations=plan.activations
-    )
     kernel = fastest_kernel(model, plan.lengths, plan.dataset_cfg, sizes, gpu)
-    work = work.replace(kernel=kernel)
+    inputs = (plan.lengths, batch_size, sizes, plan.activations)
+    work = workload_of(model, partitioner, *inputs).replace(kernel=kernel)
     memory = StateMemory.of(plan.state, specs, work)
+    named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
     found = []
-    for policy, fp8, schedule in itertools.product(_policies(work), precisions, _schedules(work)):
+    policies = POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
+    for policy, fp8, schedule in itertools.product(policies, precisions, _schedules(work)):
       changed = work.replace(remat_policy=policy, fp8=fp8, pipeline=schedule)
       option = fewest_microbatches(changed, memory, USABLE * gpu.memory)
       if option:
-        inputs = (memory, plan.state.params, specs.params, option, flops, gpu, mfu)
-        named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
-        found.append(Configuration(named, option, estimate_step(*inputs)))
+        params = plan.state.params
+        estimate = estimate_step(memory, params, specs.params, option, flops, gpu, mfu)
+        found.append(Configuration(named, option, estimate))
     yield found
 
 
@@ -184,14 +182,6 @@ def _schedules(work: Workload) -> Iterator[PipelineSettings]:
   more = (factor * stages for factor in _MICROBATCHES_PER_STAGE if stages > 1)
   for microbatches in (None, *more):
     yield dataclasses.replace(settings, microbatches=microbatches)
-
-
-def _policies(work: Workload) -> tuple[str, ...]:
-  return POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
-
-
-def _can_use_fp8(config: Any, gpu: Gpu) -> bool:
-  return gpu.fp8 is not None and hasattr(config, "make_matmul") and is_bfloat16(config)
 
 
 GPU = GPUS["h100"]
@@ -244,9 +234,6 @@ def changes_text(work: Workload, option: Workload) -> str:
     changes.append(f"trainer.Trainer.num_microbatches = {option.microbatches}")
   if option.policy != work.policy:
     changes.append(f"network.{type(work.config).__name__}.remat_policy = {option.policy!r}")
-  if option.loss_chunk_length != work.loss_chunk_length:
-    chunk = option.loss_chunk_length
-    changes.append(f"models.EncoderDecoderModel.loss_chunk_length = {chunk}")
   return " and ".join(changes)
 
 

@@ -155,16 +155,9 @@ class Plan:
     kernel = getattr(model.network_config, "attention_kernel", None)
     if kernel == "auto" and self.devices[1] != "CPU":
       kernel = fastest_kernel(model, self.lengths, cfg, self.mesh, self.gpu)
-    return workload_of(
-      model,
-      self["partitioner"],
-      self.lengths,
-      cfg.batch_size,
-      self.mesh,
-      self.microbatches,
-      self.fp8,
-      self.activations,
-    ).replace(kernel=kernel)
+    inputs = (self.lengths, cfg.batch_size, self.mesh, self.activations)
+    work = workload_of(model, self["partitioner"], *inputs)
+    return work.replace(kernel=kernel, microbatches=self.microbatches, fp8=self.fp8 or work.fp8)
 
   @functools.cached_property
   def activations(self) -> Activations | None:

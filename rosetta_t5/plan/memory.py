@@ -81,7 +81,7 @@ class StateMemory:
     )
     params = zip(jax.tree.leaves(state.params), leaves, strict=True)
     sizes = [array_bytes(param, spec, work.mesh) for param, spec in params]
-    return cls(held, _gradient_bytes(work.activations.segments, sizes))
+    return cls(held, _gradient_bytes(work.activations.segments, sizes, work.itemsize))
 
   def step(self, work: Workload) -> dict[str, float]:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
@@ -91,26 +91,23 @@ class StateMemory:
     return self.held | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _gradient_bytes(segments: Sequence[Segment], sizes: Sequence[float]) -> list[float]:
+def _gradient_bytes(
+  segments: Sequence[Segment], sizes: Sequence[float], itemsize: int
+) -> list[float]:
   """Returns the bytes of the gradients of the parameters of each segment.
 
-  XLA keeps the gradient of a matmul's kernel in the type of its operands, others as the parameter is
-  stored, and those of a scan in float32, stacked.
+  XLA keeps the gradients of layers in the compute dtype, of `itemsize` bytes, and those of a scan and of what
+  is outside layers in float32.
   """
   of_segment: dict[int, int] = {}
-  in_float32: set[int] = set()
   # Layers first, because what is computed before a scan also reads its stacked parameters, to transpose them.
   for number, part in sorted(enumerate(segments), key=lambda pair: not pair[1].count):
     for parameter in part.parameters or parameters_read(part):
       of_segment.setdefault(parameter, number)
-    for value in part.values:
-      is_narrow = value.primitive == "dot_general" and not part.is_scanned
-      for operand in () if value.parameters else value.operands:
-        if operand.dtype.itemsize == 4 or not is_narrow:
-          in_float32 |= operand.parameters
   found = [0.0] * len(segments)
   for parameter, number in of_segment.items():
-    found[number] += sizes[parameter] / (1 if parameter in in_float32 else 2)
+    is_narrow = segments[number].count and not segments[number].is_scanned
+    found[number] += sizes[parameter] * (itemsize / 4 if is_narrow else 1)
   return found
 
 
@@ -143,40 +140,39 @@ class _Moments:
       for n, part in enumerate(segments)
     ]
     copies = [self._kernel_copies(n) for n in range(len(segments))]
-    biases, bias_gradients = self._biases()
-    ends = biases + self._pipeline_buffers()
-    gathered = self._gathered()
+    buffers = self._pipeline_buffers()
+    gathered, gathered_at_end, gathered_layers = self._gathered()
     loss = self._gradient(segments[-1], self.examples)
     is_one = math.prod(work.mesh.values()) == work.microbatches == 1
     # XLA sets the gradients of lookups to zero before the backward pass of a scan, or of one device and batch.
     is_scanned = any(part.is_scanned for part in segments)
     lookups = self.tables if is_scanned or is_one else 0.0
     last = self.layers[-1] if self.layers else len(segments) - 1
-    everything = sum(kept) + sum(copies) + ends
+    everything = sum(kept) + sum(copies) + buffers
     yield self._moment(
-      everything - loss, lookups, 2 * loss, gathered.tables + gathered.layers.get(last, 0.0)
+      everything - loss, lookups, 2 * loss, gathered + gathered_layers.get(last, 0.0)
     )
-    stacked, kept_logits, tables = 0.0, 0.0, gathered.tables
+    stacked, kept_logits, tables = 0.0, 0.0, gathered
     if is_scanned:
       # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
       # gradient of the logits until after it, and of the output layer if that is not the embedding.
       # A pipeline adds up those of all ticks.
       sums = 2 if work.schedule.stages > 1 else 1
       stacked, kept_logits = sums * (sum(self.gradients) - self.tables), loss
-      tables = 0.0 if self._is_tied() else gathered.tables
+      tables = 0.0 if self._is_tied() else gathered
     for number in reversed(self.layers):
-      held = sum(kept[: number + 1]) + sum(copies[: number + 1]) + ends
-      held += self._temporary(number) - self._last_result(number)
+      held = sum(kept[: number + 1]) + sum(copies[: number + 1]) + buffers
+      held += self._temporary(number)
       later = sum(self.gradients[n] for n in self.layers if n > number)
       logits = kept_logits if number == last else 0.0
       if number == last:
         held += sum(kept[number + 1 :]) - loss
       yield self._moment(
-        held, self.tables + (stacked or later), logits, tables + gathered.layers.get(number, 0.0)
+        held, self.tables + (stacked or later), logits, tables + gathered_layers.get(number, 0.0)
       )
-    yield self._moment(biases + bias_gradients, sum(self.gradients), 0.0, gathered.end)
+    yield self._moment(0.0, sum(self.gradients), 0.0, gathered_at_end)
     if work.policy == "none" and (deferred := self._deferred()):
-      yield self._moment(deferred + ends, sum(self.gradients), loss, gathered.end)
+      yield self._moment(deferred + buffers, sum(self.gradients), loss, gathered_at_end)
 
   def _moment(
     self, activations: float, gradients: float, logits: float, gathered: float
@@ -195,15 +191,9 @@ class _Moments:
       kept = [each for each in kept if each.value.is_batched]
     return part.layers * sum(self._bytes_kept(each, examples) for each in kept)
 
-  def _last_result(self, number: int) -> float:
-    """Returns the bytes of the result of the last layer of a stack, which its own gradient does not need."""
-    kept = self.activations.kept(self.work.policy, self.work.is_attention_fused)[number]
-    return sum(self._bytes_kept(x, self.examples) for x in kept if x.value.is_boundary)
-
   def _bytes_kept(self, kept: Kept, examples: float) -> float:
     """Returns the bytes of an array that is kept; with fp8, also those of its rounded copy."""
-    gathered = self.layout.gathered_for(kept.value, kept.reader)
-    size = self.layout.bytes_of(kept.value, examples, gathered) * kept.copies
+    size = self.layout.bytes_of(kept.value, examples) * kept.copies
     is_rounded = self.work.fp8 and kept.reader is not None and not is_attention(kept.reader)
     if not is_rounded or kept.value.dtype.itemsize != 2:
       return size
@@ -225,24 +215,18 @@ class _Moments:
   def _gradient(self, part: Segment, examples: float) -> float:
     """Returns the bytes of the most gradients that exist at a time in a segment's backward pass.
 
-    These are those of matmuls with the same operand; or those of attention's logits and probabilities and,
-    if positions are split, the keys and values of whole rows and their gradients.
+    These are those of matmuls with the same operand, or those of attention's logits and probabilities.
     """
     sums: dict[int, float] = {}
     for value in part.values:
       if value.primitive != "dot_general" or not (value.is_batched and value.is_trained):
         continue
+      size = self.layout.bytes_of(value, examples)
       if not is_attention(value):
         source = stored_view(next(x for x in value.operands if x.is_batched))
-        sums[id(source)] = sums.get(id(source), 0.0) + self.layout.bytes_of(value, examples)
-        continue
-      pairs = self.activations.is_pair(value) and not self.work.is_attention_fused
-      size = 2 * self.layout.bytes_of(value, examples) if pairs else 0.0
-      for operand in value.operands:
-        source = stored_view(operand)
-        if gathered := self.layout.gathered_for(source, value):
-          size += 4 * self.layout.bytes_of(source, examples, gathered)
-      sums[id(value)] = size
+        sums[id(source)] = sums.get(id(source), 0.0) + size
+      elif self.activations.is_pair(value) and not self.work.is_attention_fused:
+        sums[id(value)] = 2 * size
     return max(sums.values(), default=0.0)
 
   def _deferred(self) -> float:
@@ -266,21 +250,6 @@ class _Moments:
       total += part.layers * sum(sizes.values())
     return total if is_split else 0.0
 
-  def _biases(self) -> tuple[float, float]:
-    """Returns the bytes of what layers add to all examples, and of their gradients for each layer.
-
-    Layers share one array, except scanned layers. For cuDNN on several devices, XLA stores a copy for each.
-    It adds up the layers' gradients last.
-    """
-    is_copied = self.work.attention_kernel == "cudnn" and math.prod(self.work.mesh.values()) > 1
-    total = gradients = 0.0
-    for number in self.layers:
-      part = self.segments[number]
-      size = sum(self.layout.bytes_of(x, 1.0) for x in self.activations.bias_of(part))
-      total += size * (part.count if part.is_scanned else 1 + part.count * is_copied)
-      gradients += 0.0 if part.is_scanned else size * part.count
-    return total, gradients
-
   def _pipeline_buffers(self) -> float:
     """Returns the bytes of the outputs of all microbatches, for which each stage of a pipeline has room."""
     stages = self.work.schedule.stages
@@ -288,11 +257,14 @@ class _Moments:
     size = sum(self.layout.bytes_of(value, self.examples, (MODEL_AXIS,)) for value in outputs)
     return stages * size if stages > 1 else 0.0
 
-  def _gathered(self) -> _Gathered:
-    """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time."""
+  def _gathered(self) -> tuple[float, float, dict[int, float]]:
+    """Returns the bytes of the parameters that are gathered over `fsdp` and `context` at one time.
+
+    These are the ones outside layers, those at the end of a step, and those of each stack of layers.
+    """
     work, shards = self.work, self.work.mesh.get(FSDP_AXIS, 1) * self.work.context_shards
     if shards == 1:
-      return _Gathered(0.0, 0.0, {})
+      return 0.0, 0.0, {}
     is_tied = self._is_tied()
     # The embedding, the output layer and the latter's gradient; and the kernels of a stack of layers,
     # which XLA gathers well before their backward pass, so that communication overlaps.
@@ -316,7 +288,7 @@ class _Moments:
         share = 0.5 if is_ahead else 1 / part.count
         tables = 2.0 if is_tied else 1.0
       layers[number] = share * shards * self.gradients[number]
-    return _Gathered(tables * shards * self.tables, end * shards * self.tables, layers)
+    return tables * shards * self.tables, end * shards * self.tables, layers
 
   def _is_tied(self) -> bool:
     """Returns whether a table of lookups is also the kernel of a matmul."""
@@ -345,15 +317,6 @@ class _Moments:
     else:
       size = 1 / work.itemsize if work.fp8 else 1.0
     return self.gradients[number] * size
-
-
-@dataclasses.dataclass(frozen=True)
-class _Gathered:
-  """The bytes of gathered parameters: outside layers, at the end of a step, and of each stack of layers."""
-
-  tables: float
-  end: float
-  layers: dict[int, float]
 
 
 def size_text(number: float) -> str:

@@ -47,13 +47,7 @@ def plan(options: argparse.Namespace) -> int:
   """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
   if not 0 < options.mfu <= 1:
     raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
-  describe = functools.partial(
-    _describe,
-    gpu=GPUS[options.gpu],
-    mfu=options.mfu,
-    any_precision=options.precision == "any",
-  )
-  return describe_recipe("plan", options, describe)
+  return describe_recipe("plan", options, functools.partial(_describe, options=options))
 
 
 def describe_recipe(
@@ -80,22 +74,27 @@ def describe_recipe(
   return 0
 
 
-def _describe(resolved: ResolvedRun, gpu: Gpu, mfu: float, any_precision: bool) -> Rows:
-  estimate = functools.partial(_estimate_rows, gpu=gpu, mfu=mfu)
-  choices = functools.partial(_choice_rows, gpu=gpu, mfu=mfu, any_precision=any_precision)
+def _describe(resolved: ResolvedRun, options: argparse.Namespace) -> Rows:
+  estimate = functools.partial(_estimate_rows, mfu=options.mfu)
+  any_precision = options.precision == "any"
+  choices = functools.partial(_choice_rows, mfu=options.mfu, any_precision=any_precision)
   resolved.require_run()
-  plan = Plan(resolved, gpu)
+  plan = Plan(resolved, GPUS[options.gpu])
   return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate, choices), plan)
 
 
-def _estimate_rows(plan: Plan, gpu: Gpu, mfu: float) -> Rows:
+def _estimate_rows(plan: Plan, mfu: float) -> Rows:
   if plan.resolved.problems.messages or not plan.is_training:
     return []
   flops, _ = plan.flops
   memory = StateMemory.of(plan.state, plan.specs, plan.work)
   params, specs = plan.state.params, plan.specs.params
-  estimate = estimate_step(memory, params, specs, plan.work, flops, gpu, mfu)
-  return [*_memory_rows(estimate, gpu), *_time_rows(plan, estimate, mfu), *_traffic_rows(estimate)]
+  estimate = estimate_step(memory, params, specs, plan.work, flops, plan.gpu, mfu)
+  return [
+    *_memory_rows(estimate, plan.gpu),
+    *_time_rows(plan, estimate, mfu),
+    *_traffic_rows(estimate),
+  ]
 
 
 def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
@@ -132,18 +131,18 @@ def _traffic_rows(estimate: Estimate) -> Rows:
   return labeled("sends", lines or ["nothing"])
 
 
-def _choice_rows(plan: Plan, gpu: Gpu, mfu: float, any_precision: bool) -> Rows:
+def _choice_rows(plan: Plan, mfu: float, any_precision: bool) -> Rows:
   """Returns the fastest configurations that fit, with the flags that set them."""
   if plan.resolved.problems.messages or not plan.is_training or plan.activations is None:
     return []
-  choices = best_configurations(plan, gpu, mfu, any_precision)
+  choices = best_configurations(plan, mfu, any_precision)
   if not choices:
-    text = f"no configuration fits {plan.devices[0]} {gpu.name}: use more GPUs, or a smaller batch"
+    text = (
+      f"no configuration fits {plan.devices[0]} {plan.gpu.name}: use more GPUs, or a smaller batch"
+    )
     return [("", ""), ("choices", text)]
-  rows = [
-    ("", ""),
-    ("choices", "the fastest configurations that fit, with the flags that set them:"),
-  ]
+  text = "the fastest configurations that fit, with the flags that set them:"
+  rows = [("", ""), ("choices", text)]
   for number, choice in enumerate(choices, start=1):
     mesh = " × ".join(f"{name} {size}" for name, size in choice.mesh.items() if size > 1)
     memory = size_text(sum(choice.estimate.memory.values()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from rosetta_t5.parallel.pipeline import (
 )
 from rosetta_t5.plan.activations import Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu
-from rosetta_t5.traced.program import read_program, trace_loss
+from rosetta_t5.traced.program import read_program, trace_loss, with_config
 from rosetta_t5.training import InferenceState, TrainState
 
 # cuDNN's attention is fused for Ampere and later.
@@ -148,11 +147,6 @@ class Workload:
     return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
 
   @property
-  def is_scanned(self) -> bool:
-    """Whether the layers are one scan, with stacked parameters."""
-    return bool(getattr(self.config, "scan_layers", False))
-
-  @property
   def has_relative_bias(self) -> bool:
     """Whether self-attention has a learned bias for each pair of positions."""
     return bool(getattr(self.config, "positions", "relative") == "relative")
@@ -174,25 +168,18 @@ def workload_of(
   lengths: Mapping[str, int],
   batch_size: int,
   mesh: Mapping[str, int],
-  microbatches: int | None = None,
-  fp8: bool = False,
   activations: Activations | None = None,
 ) -> Workload:
-  """Returns what a step of a run computes.
-
-  Args:
-    fp8: whether a run will compute in fp8 with this model. A run's own model knows it.
-  """
+  """Returns what a step of a run computes in one microbatch."""
   return Workload(
     config=model.network_config,
     lengths=lengths,
     examples=batch_size / count_batch_shards(mesh),
     mesh=mesh,
-    microbatches=microbatches or 1,
     zero1=getattr(partitioner, "zero1", False),
     activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
-    fp8=fp8 or getattr(model.network_config, "make_matmul", None) is not None,
+    fp8=getattr(model.network_config, "make_matmul", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
     activations=activations,
     layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),
@@ -249,8 +236,8 @@ def batch_workload(
   lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
   batch_size = next(iter(shapes.values()))[0]
   activations = state and traced_activations(model, partitioner, state, lengths)
-  inputs = (lengths, batch_size, mesh, microbatches)
-  return workload_of(model, partitioner, *inputs, activations=activations)
+  work = workload_of(model, partitioner, lengths, batch_size, mesh, activations)
+  return work.replace(microbatches=microbatches or 1)
 
 
 def pipeline_notes(
@@ -343,11 +330,8 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     for side, kind in (("encoder", "input"), ("decoder", "input"), ("decoder", "target"))
   }
   types = dict.fromkeys(shapes, jnp.int32)
-  if hasattr(model.network_config, "attention_kernel"):
-    # The parameters are the same with every kernel, and this machine may lack the GPU that one needs.
-    model = copy.copy(model)
-    config = dataclasses.replace(model.network_config, attention_kernel="xla")
-    model.module = model.module.clone(config=config)
+  # The parameters are the same with every kernel, and this machine may lack the GPU that one needs.
+  model = with_config(model, attention_kernel="xla")
 
   def make(key: jax.Array) -> Any:
     variables = model.get_initial_variables(rng=key, input_shapes=shapes, input_types=types)

@@ -98,7 +98,7 @@ class Segment:
 
 
 def trace_loss(
-  model: Any, params: Any, batch: Mapping[str, Any], axes: Sequence[str] = ()
+  model: Any, params: Any, batch: Mapping[str, Any], axes: Sequence[str] = ("none",)
 ) -> ClosedJaxpr:
   """Returns the traced loss of a model whose layers are rematerialized, so that each can be found.
 
@@ -113,9 +113,8 @@ def trace_loss(
   plain = with_config(model, attention_kernel="xla", remat_policy="full")
   axes = tuple(dict.fromkeys(axes))
   device = AbstractDevice("cpu", None, "cpu")
-  types = (AxisType.Auto,) * max(len(axes), 1)
-  sizes = (_AXIS_SIZE,) * len(axes)
-  mesh = AbstractMesh(sizes or (1,), axes or ("none",), axis_types=types, abstract_device=device)
+  types, sizes = (AxisType.Auto,) * len(axes), (_AXIS_SIZE,) * len(axes)
+  mesh = AbstractMesh(sizes, axes, axis_types=types, abstract_device=device)
   with use_abstract_mesh(mesh), flax_partitioning.axis_rules([(name, name) for name in axes]):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, dict(batch)))
     # With a key, because experts have more slots in training; only its shape, to use no device.
