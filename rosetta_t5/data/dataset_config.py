@@ -23,6 +23,8 @@ from rosetta_t5.user_errors import did_you_mean, reason_of
 _FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
 # Finds the text of a reader's ValueError in the error that tf.data raises instead.
 _WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
+# TensorFlow's messages about a record that is no example, or one without a feature of the task.
+_DAMAGED = re.compile("Could not parse example|Feature: .* is required but could not be found")
 # The modules that may be imported; None for all.
 _importable: Collection[str] | None = None
 
@@ -289,7 +291,7 @@ def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
     if is_wrapped and (found := _WRAPPED.search(str(error))):
       raise ValueError(found["text"]) from None
     # TensorFlow shows a record that it cannot parse; Python cannot decode the message if it is not text.
-    is_damaged = "Could not parse example" in str(error) or isinstance(error, UnicodeDecodeError)
+    is_damaged = isinstance(error, UnicodeDecodeError) or _DAMAGED.search(str(error))
     if type(error).__name__ not in _FILE_ERRORS and not is_damaged:
       raise
     reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])

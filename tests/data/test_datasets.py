@@ -350,13 +350,17 @@ def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathli
     list(tf.data.TFRecordDataset(f"{path}2"))
 
 
+@pytest.mark.parametrize("kind", ["no example", "another feature"])
 def test_a_record_that_is_no_example_is_reported_with_its_file(
-  tmp_path: pathlib.Path, isolated_registries: None
+  tmp_path: pathlib.Path, isolated_registries: None, kind: str
 ) -> None:
   seqio, tf = import_seqio(), import_tensorflow()
+  text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"a"]))
+  example = tf.train.Example(features=tf.train.Features(feature={"input": text}))
+  records = {"no example": b"\xff and not UTF-8", "another feature": example.SerializeToString()}
   path = str(tmp_path / "a.tfrecord")
   with tf.io.TFRecordWriter(path) as writer:
-    writer.write(b"\xff no example, and not UTF-8")
+    writer.write(records[kind])
   features = {name: seqio.Feature(seqio.ByteVocabulary()) for name in ("inputs", "targets")}
   name = create_task_from_tfexample_file([path], "tfrecord", "inputs", None, features)
   cfg = DatasetConfig(name, {"inputs": 9, "targets": 9}, "infer", 1, shuffle=False, seed=0)
