@@ -139,7 +139,7 @@ class Workload:
   @property
   def itemsize(self) -> int:
     """The bytes of a number in the compute dtype."""
-    return jnp.dtype(self.config.dtype).itemsize
+    return jnp.dtype(getattr(self.config, "dtype", jnp.float32)).itemsize
 
   @property
   def policy(self) -> str:

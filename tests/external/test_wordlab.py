@@ -100,7 +100,7 @@ def test_a_dry_run_shows_its_memory_on_other_devices(tmp_path, capsys):
   _train(tmp_path, "--dry_run", "--devices=8")
   said = capsys.readouterr().out
   assert "mesh           data 8 × model 1 on 8 devices" in said
-  assert "memory         about 148 kB per device" in said
+  assert "memory         about 197 kB per device: params 49.2 kB, optimizer 49.3 kB, " in said
 
 
 @pytest.mark.slow
