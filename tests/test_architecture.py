@@ -38,10 +38,10 @@ PACKAGES = (
   "decoding",
   "networks",
   "kernels",
+  "traced",
   "parallel",
   "distributed",
   "telemetry",
-  "traced",
   "files",
   "user_errors",
   "terminal",
@@ -176,6 +176,17 @@ def test_there_are_no_import_cycles():
 
 def test_rosetta_t5_does_not_import_t5x():
   assert not [_name(p) for p in SOURCES if any(m.split(".")[0] == "t5x" for m in _imports(p))]
+
+
+def test_the_mesh_in_use_and_the_axis_rules_are_read_and_set_in_one_module():
+  ambient = {"get_abstract_mesh", "use_abstract_mesh", "set_mesh", "get_axis_rules", "axis_rules"}
+  users = {
+    _name(path)
+    for path in SOURCES
+    for node in ast.walk(_tree(path))
+    if isinstance(node, ast.Attribute) and node.attr in ambient
+  }
+  assert users == {"rosetta_t5/parallel/placement.py"}
 
 
 def test_no_module_has_a_vague_name():

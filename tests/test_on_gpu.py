@@ -37,7 +37,7 @@ def test_stacked_kernels_are_one_fp8_matmul():
 
 
 def test_fp8_is_on_by_default_if_the_hardware_supports_it():
-  assert choose_fp8(TransformerEngineConfig()).make_matmul is not None
+  assert choose_fp8(TransformerEngineConfig()).matmul is not None
 
 
 @pytest.mark.parametrize("causal", [False, True])

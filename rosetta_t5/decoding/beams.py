@@ -16,7 +16,7 @@ from flax.core import FrozenDict
 from jax.tree_util import DictKey, tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array, Float, Int, Shaped
 
-from rosetta_t5.parallel.axis_rules import map_over_batch
+from rosetta_t5.parallel.placement import map_over_batch
 
 PyTree = Any
 Cache = FrozenDict | dict[str, Any]

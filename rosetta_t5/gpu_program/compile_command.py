@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec, use_abstract_mesh
+from jax.sharding import PartitionSpec
 
 from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.files import write_atomically
@@ -24,6 +24,7 @@ from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
 from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.kernel_measurement import KernelChoice
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
+from rosetta_t5.parallel.placement import use_placement
 from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
 from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
@@ -93,7 +94,7 @@ def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
   gpu = GPUS[args.gpu]
   partitioner = plan["partitioner"].on_devices(compiler.gpu_devices(gpu, args.devices))
   resolved.arguments["partitioner"] = partitioner
-  with compiler.tracing_for(gpu), use_abstract_mesh(partitioner.mesh.abstract_mesh):
+  with compiler.tracing_for(gpu), use_placement(partitioner.mesh.abstract_mesh):
     # The FLOPs are those of a training step.
     flops = (flops_rows,) if args.step == "train" else ()
     rows = rows_of_sections((*STEP_SECTIONS, *flops), plan)
@@ -230,7 +231,7 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   """Returns one step of a run, lowered, and its number formats and kernels as text.
 
   Args:
-    plan: the run. The mesh of its partitioner is the one in use (`use_abstract_mesh`).
+    plan: the run. The mesh of its partitioner is the one in use (`use_placement`).
     step: one of `STEPS`: an optimizer step, the loss of an evaluation, decoding, or scoring.
 
   Raises:

@@ -17,15 +17,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.context_attention import context_attention
-from rosetta_t5.kernels.flash_attention import FlashOptions, Segments, flash_attention
+from rosetta_t5.kernels.flash_attention import flash_attention
+from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments
 from rosetta_t5.kernels.xla_attention import xla_attention
-from rosetta_t5.parallel.axis_rules import (
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS
+from rosetta_t5.parallel.placement import (
   constrain,
   context_shards,
+  current,
   dividing_axes,
   target_device,
 )
-from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 
 
 @struct.dataclass
@@ -268,11 +270,11 @@ def _run_flash(operands: Operands) -> Array:
   XLA cannot partition a Triton kernel. Devices that share a row gather its keys and values.
   """
   q, k, _, bias, visible, _, softcap, _ = operands
-  mesh = jax.sharding.get_abstract_mesh()
+  mesh, device = current().mesh, target_device()
   batch, heads = dividing_axes(("batch", "heads"), (q.shape[0], k.shape[2]))
   is_split = context_shards(q.shape[1], k.shape[1]) > 1
-  interpret = target_device().platform != "gpu"
-  options = FlashOptions(visible.causal, visible.window, softcap, interpret)
+  gpu = device.device_kind if device.platform == "gpu" else None
+  options = FlashOptions(visible.causal, visible.window, softcap, gpu)
 
   def run(q: Array, k: Array, v: Array, bias: Array | None, *segments: Array) -> Array:
     if is_split:

@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from rosetta_t5.kernels import flash_attention
-from rosetta_t5.kernels.flash_attention import FlashOptions
-from rosetta_t5.kernels.flash_kernels import Segments
+from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments
 
 
 def context_attention(

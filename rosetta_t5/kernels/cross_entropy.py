@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.xla_attention import soft_cap
-from rosetta_t5.parallel.axis_rules import context_shards
+from rosetta_t5.parallel.placement import context_shards
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]

@@ -22,13 +22,13 @@ from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.kernels import flash_kernels
 from rosetta_t5.kernels.flash_kernels import (
+  FlashOptions,
   Inputs,
   Residuals,
   Segments,
   Setting,
   TileRange,
 )
-from rosetta_t5.parallel.axis_rules import target_device
 from rosetta_t5.telemetry.gpus import gpu_of
 
 # Tensor cores need at least 16 of every dimension.
@@ -44,22 +44,6 @@ _NO_QUERY = -2
 _GRIDS = {"forward": "tbh", "query_gradient": "tbh", "key_gradient": "sbh", "bias_gradient": "tsh"}
 _INPUT_DIMS = Inputs("bthk", "bsgk", "bsgk", "hts", "bt", "bs", "t")
 _RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
-
-
-class FlashOptions(NamedTuple):
-  """What is computed.
-
-  Attributes:
-    causal: whether a query does not see the keys after it.
-    window: a query sees keys at a distance of less than this; None for all distances.
-    softcap: c of the soft limit of q·k, c·tanh(q·k/c); None for no limit.
-    interpret: whether to run without a GPU, slowly.
-  """
-
-  causal: bool = False
-  window: int | None = None
-  softcap: float | None = None
-  interpret: bool = False
 
 
 class KernelSettings(NamedTuple):
@@ -101,9 +85,9 @@ _TILINGS = {
 }
 
 
-def tiling_for(size: int, device_kind: str) -> Tiling:
-  """Returns how the kernels run for a head size on a GPU that jax calls `device_kind`."""
-  gpu = gpu_of(device_kind)
+def tiling_for(size: int, device_kind: str | None) -> Tiling:
+  """Returns how the kernels run for a head size on a GPU; see `FlashOptions.gpu`."""
+  gpu = gpu_of(device_kind or "")
   reads_shared_memory = gpu is not None and gpu.capability[0] in (9, 10)
   return _TILINGS[64 if size <= 64 else 128, reads_shared_memory]
 
@@ -195,7 +179,7 @@ def _call(
     options: what is computed.
   """
   inputs, grid = arguments[0], _GRIDS[name]
-  settings = getattr(tiling_for(inputs.q.shape[3], target_device().device_kind), name)
+  settings = getattr(tiling_for(inputs.q.shape[3], options.gpu), name)
   kernel = getattr(flash_kernels, f"{name}_kernel")
   work, work_dims = _work(grid[:2], arguments, settings, options)
   absent = {name: None for name, array in inputs._asdict().items() if array is None}
@@ -205,7 +189,7 @@ def _call(
   sizes["g"] = inputs.k.shape[2]
   blocks = {"t": settings.block_t, "s": settings.block_s}
   spec = functools.partial(_block_spec, grid, sizes, blocks)
-  setting = Setting(settings.block_t, settings.block_s, keys, *options)
+  setting = Setting(settings.block_t, settings.block_s, keys, options)
   return pl.pallas_call(
     functools.partial(kernel, setting=setting),
     grid=tuple(sizes[dim] // blocks.get(dim, 1) for dim in grid),
@@ -215,7 +199,7 @@ def _call(
       jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
     ),
     compiler_params=plt.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
-    interpret=options.interpret,
+    interpret=options.gpu is None,
     name=kernel.__name__,
   )(*arguments, *work)
 

@@ -28,6 +28,22 @@ _SCALED_POWER = """{
 }"""
 
 
+class FlashOptions(NamedTuple):
+  """What is computed, and on which device.
+
+  Attributes:
+    causal: whether a query does not see the keys after it.
+    window: a query sees keys at a distance of less than this; None for all distances.
+    softcap: c of the soft limit of q·k, c·tanh(q·k/c); None for no limit.
+    gpu: jax's `device_kind` of the GPU; None to interpret the kernels without one, slowly.
+  """
+
+  causal: bool = False
+  window: int | None = None
+  softcap: float | None = None
+  gpu: str | None = None
+
+
 class Setting(NamedTuple):
   """What is known when a kernel is compiled.
 
@@ -35,19 +51,13 @@ class Setting(NamedTuple):
     block_t: the number of queries in a tile.
     block_s: the number of keys in a tile.
     keys: the number of keys, without those that pad the last tile.
-    causal: see `FlashOptions`, also for the others.
-    window: a query sees keys at a distance of less than this.
-    softcap: the soft limit of q·k.
-    interpret: whether the kernel runs without a GPU.
+    options: what is computed.
   """
 
   block_t: int
   block_s: int
   keys: int
-  causal: bool
-  window: int | None
-  softcap: float | None
-  interpret: bool
+  options: FlashOptions
 
 
 class Inputs(NamedTuple):
@@ -262,8 +272,8 @@ def _visible(
   The segments have shapes [t, 1] and [1, s], or [1, t] and [s, 1] for a transposed tile. The queries'
   positions have the shape of their segments.
   """
-  visible = query_segments == key_segments
-  if not setting.causal and setting.window is None:
+  visible, (causal, window, *_) = query_segments == key_segments, setting.options
+  if not causal and window is None:
     return visible
   query_axis = 0 if query_segments.shape[1] == 1 else 1
   # Triton needs the shape of an iota, so these are not broadcast implicitly.
@@ -271,10 +281,10 @@ def _visible(
   if query is None:
     query = t * setting.block_t + jax.lax.broadcasted_iota(jnp.int32, visible.shape, query_axis)
   key = s * setting.block_s + jax.lax.broadcasted_iota(jnp.int32, visible.shape, 1 - query_axis)
-  if setting.causal:
+  if causal:
     visible &= query >= key
-  if setting.window is not None:
-    visible &= (query - key < setting.window) & (key - query < setting.window)
+  if window is not None:
+    visible &= (query - key < window) & (key - query < window)
   return visible
 
 
@@ -282,10 +292,10 @@ def _logits(
   product: Array, bias: Array | None, visible: Array, setting: Setting
 ) -> tuple[Array, Array | None]:
   """Returns the logits of a tile, and the derivative of the soft limit, None without one."""
-  logits, slope = product.astype(jnp.float32), None
-  if setting.softcap is not None:
-    logits = soft_cap(logits, setting.softcap)
-    slope = 1.0 - jnp.square(logits / setting.softcap)
+  logits, slope, softcap = product.astype(jnp.float32), None, setting.options.softcap
+  if softcap is not None:
+    logits = soft_cap(logits, softcap)
+    slope = 1.0 - jnp.square(logits / softcap)
   if bias is not None:
     logits += bias.astype(jnp.float32)
   return jnp.where(visible, logits, MASKED_LOGIT), slope
@@ -298,7 +308,7 @@ def _uncapped(dlogits: Array, slope: Array | None) -> Array:
 
 def _power(logits: Array, log2_total: Array, setting: Setting) -> Array:
   """Returns e to the power of the logits, divided by the total."""
-  if setting.interpret:
+  if setting.options.gpu is None:
     return jnp.exp2(logits * _LOG2_E - log2_total)
   (power,) = plt.elementwise_inline_asm(
     _SCALED_POWER,

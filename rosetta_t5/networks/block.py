@@ -14,13 +14,13 @@ from rosetta_t5.kernels.attention import real_queries
 from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.config import LayerKind, NetworkConfig
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import MlpBlock, activation_axes, nd_dense_init
+from rosetta_t5.networks.layers.dense import MlpBlock, nd_dense_init
 from rosetta_t5.networks.layers.dropout import feature_dropout
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.layers.stack import LayerInputs
-from rosetta_t5.parallel.axis_rules import constrain
+from rosetta_t5.parallel.placement import constrain
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ class Block(nn.Module):
     if not cfg.parallel_blocks:
       normed = make_norm(cfg, "pre_mlp_layer_norm")(y)
     y = self._add(y, self._feed_forward(normed, inputs), "mlp", inputs)
-    return constrain(y, activation_axes("embed", cfg.transpose_batch_sequence)), None
+    return constrain(y, (*cfg.row_axes, "embed")), None
 
   def _add(self, x: jax.Array, y: jax.Array, name: str, inputs: LayerInputs) -> jax.Array:
     """Returns the output `y` of a part of the layer, after a norm and dropout, plus its input `x`."""
@@ -64,9 +64,9 @@ class Block(nn.Module):
       y = make_norm(cfg, f"post_{name}_layer_norm")(y)
     # T5X names these dropouts in decoder-only networks; the names determine the keys.
     dropout_name = f"post_{name}_dropout" if "encoder" not in cfg.sides else None
-    dropout = feature_dropout(cfg.dropout_rate, cfg.transpose_batch_sequence, dropout_name)
+    dropout = feature_dropout(cfg.dropout_rate, cfg.row_axes, dropout_name)
     y = dropout(y, inputs.deterministic, inputs.rows)
-    return gpu_fusion.add_residual(self, y, x, cfg.transpose_batch_sequence)
+    return gpu_fusion.add_residual(self, y, x, cfg.row_axes)
 
   def _self_attention(self, name: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:
     cfg, kind, bias = self.config, self.kind, inputs.bias
@@ -101,8 +101,8 @@ class Block(nn.Module):
       float32_logits=cfg.float32_attention_logits,
       scale_attn_logits=cfg.scale_attn_logits,
       nd_kernel=cfg.nd_kernels,
-      make_matmul=cfg.make_matmul,
-      transpose_batch_sequence=cfg.transpose_batch_sequence,
+      matmul=cfg.matmul,
+      row_axes=cfg.row_axes,
       fuse_qkv_params=cfg.fuse_qkv_params,
       attention_kernel=cfg.kernel,
       use_bias=cfg.use_bias,
@@ -122,21 +122,20 @@ class Block(nn.Module):
       "activations": cfg.mlp_activations,
       "intermediate_dropout_rate": cfg.dropout_rate,
       "dtype": cfg.dtype,
-      "make_matmul": cfg.make_matmul,
+      "matmul": cfg.matmul,
       "use_bias": cfg.use_bias,
     }
     if cfg.init_stddev is not None:
       attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
-    length_first = cfg.transpose_batch_sequence
     if not self.kind.has_experts:
-      block = MlpBlock(**attributes, transpose_batch_sequence=length_first, name="mlp")
+      block = MlpBlock(**attributes, row_axes=cfg.row_axes, name="mlp")
       return block(x, deterministic=inputs.deterministic, rows=inputs.rows)
     if cfg.expert_dropout_rate is not None:
       attributes["intermediate_dropout_rate"] = cfg.expert_dropout_rate
     # A token that experts choose depends on later tokens, which do not exist when the model decodes.
     is_choice = cfg.router == "expert_choice" and self.kind.side == "decoder"
     router = "top_2" if is_choice else cfg.router
-    experts = ExpertMlpBlock(cfg, router, length_first, attributes, name="mlp")
+    experts = ExpertMlpBlock(cfg, router, cfg.row_axes, attributes, name="mlp")
     return experts(x, inputs.deterministic, real_queries(inputs.visible))
 
 
@@ -147,7 +146,7 @@ def relative_bias(
 
   In a decoding step it covers the cache, because the only query can be at any position.
   """
-  length = x.shape[0 if config.transpose_batch_sequence else 1]
+  length = x.shape[config.row_axes.index("length")]
   if inputs.decode and inputs.cache_length:
     length = inputs.cache_length
   biases = RelativePositionBiases(

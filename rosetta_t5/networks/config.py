@@ -26,7 +26,7 @@ from rosetta_t5.networks.expert_settings import (
   ExpertSettings,
   expert_layers,
 )
-from rosetta_t5.networks.layers.dense import MakeMatmul
+from rosetta_t5.networks.layers.matmuls import Matmul
 from rosetta_t5.networks.layers.norms import NORMS
 from rosetta_t5.networks.layers.positions import Rope
 from rosetta_t5.networks.layers.stack import REMAT_POLICIES
@@ -108,8 +108,8 @@ class NetworkConfig(ExpertSettings):
     scan_layers: whether layers are scanned and their parameters stacked under `decoder/decoder`, which
       suits deep models.
     param_scan_axis: the axis that parameters are stacked along, 0 or 1.
-    make_matmul: returns the function that computes the matmuls of the attention and feed-forward
-      projections; None for a matmul in `dtype`. `networks.precision` sets it, not users.
+    matmul: how the projections of attention and feed-forward blocks are computed, other than in `dtype`;
+      see `layers.matmuls`. `networks.precision` sets it, not users.
     nd_kernels: whether kernels keep heads as a dimension, as in T5X's scalable T5; not a field, so users
       cannot set it.
   """
@@ -163,7 +163,7 @@ class NetworkConfig(ExpertSettings):
   decoder_expert_layer_period: Positive | None = None
   scan_layers: bool = False
   param_scan_axis: int = 1
-  make_matmul: MakeMatmul | None = None
+  matmul: Matmul | None = None
 
   nd_kernels: ClassVar[bool] = False
 
@@ -247,6 +247,11 @@ class NetworkConfig(ExpertSettings):
   def kernel(self) -> str:
     """The attention kernel that is computed: `auto` is XLA's until a run has measured the others."""
     return "xla" if self.attention_kernel == "auto" else self.attention_kernel
+
+  @property
+  def row_axes(self) -> tuple[str, str]:
+    """The logical axes of the first two dimensions of activations inside the layers."""
+    return ("length", "batch") if self.transpose_batch_sequence else ("batch", "length")
 
   @property
   def sides(self) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ import functools
 import flax.linen as nn
 import jax
 
-from rosetta_t5.parallel.axis_rules import context_shards, target_device
+from rosetta_t5.networks.layers.matmuls import flat_row_axes
+from rosetta_t5.parallel.placement import target_device
 
 
 def computes_on_gpu(module: nn.Module) -> bool:
@@ -29,32 +30,32 @@ def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:
 
 
 def add_residual(
-  module: nn.Module, x: jax.Array, residual: jax.Array, length_first: bool
+  module: nn.Module, x: jax.Array, residual: jax.Array, row_axes: tuple[str, str]
 ) -> jax.Array:
   """Returns the sum of a matmul's result and the input of its block, both [..., D].
 
   On a GPU the rows are added before they get their leading dimensions again. XLA then adds them inside
   the matmul; otherwise it would copy the residual first.
   """
-  if not _has_flat_rows(module, length_first):
+  if not _has_flat_rows(module, row_axes):
     return x + residual
   rows = (-1, x.shape[-1])
   return (x.reshape(rows) + residual.reshape(rows)).reshape(x.shape)
 
 
-def store_rows(module: nn.Module, x: jax.Array, length_first: bool) -> jax.Array:
+def store_rows(module: nn.Module, x: jax.Array, row_axes: tuple[str, str]) -> jax.Array:
   """Returns the input of the first layer, [..., D], such that a GPU computes it once.
 
   XLA would look up the tokens' vectors again for the first norm, and copy them for the first residual.
   """
-  if not _has_flat_rows(module, length_first):
+  if not _has_flat_rows(module, row_axes):
     return x
   return jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
-def _has_flat_rows(module: nn.Module, length_first: bool) -> bool:
-  """Returns whether matmuls on a GPU flatten rows: unless their second dimension may be split."""
-  return computes_on_gpu(module) and not length_first and context_shards() == 1
+def _has_flat_rows(module: nn.Module, row_axes: tuple[str, str]) -> bool:
+  """Returns whether a program for a GPU is traced, whose matmuls flatten rows."""
+  return computes_on_gpu(module) and len(flat_row_axes(row_axes)) == 1
 
 
 def projection_inputs(

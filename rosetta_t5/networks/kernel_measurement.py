@@ -32,9 +32,9 @@ from rosetta_t5.files import write_atomically
 from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visibility
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.config import layer_kinds, replace_config
-from rosetta_t5.networks.layers.dense import Matmul, matmul
-from rosetta_t5.parallel.axis_rules import target_device
+from rosetta_t5.networks.layers.matmuls import product
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
+from rosetta_t5.parallel.placement import target_device
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32
@@ -45,6 +45,7 @@ _TIMEOUT_S = 600.0
 _FAILED = "failed"
 
 Attention = Callable[..., jax.Array]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class KernelChoice(NamedTuple):
@@ -227,7 +228,7 @@ def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> 
     mesh: the size of each mesh axis.
   """
   config = model.network_config
-  if getattr(config, "make_matmul", None) is None or jax.default_backend() != "gpu":
+  if getattr(config, "matmul", None) is None or jax.default_backend() != "gpu":
     return []
   rows = batch["decoder_target_tokens"].size // count_batch_shards(mesh)
   units = config.mlp_dim // mesh.get(MODEL_AXIS, 1)
@@ -241,7 +242,7 @@ def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> 
 
 
 def compare_matmuls(
-  multiply: Matmul, rows: int, inputs: int, outputs: int, dtype: Any, seconds: float = 0.3
+  multiply: Product, rows: int, inputs: int, outputs: int, dtype: Any, seconds: float = 0.3
 ) -> float:
   """Returns how many times as long a matmul takes as the normal one, forward and backward.
 
@@ -255,10 +256,10 @@ def compare_matmuls(
   """
   x_NI, w_IO = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
 
-  def run(product: Matmul) -> Callable[..., Any]:
-    return jax.jit(jax.grad(lambda x, w: jnp.sum(product(x, w) ** 2), argnums=(0, 1)))
+  def run(multiply: Product) -> Callable[..., Any]:
+    return jax.jit(jax.grad(lambda x, w: jnp.sum(multiply(x, w) ** 2), argnums=(0, 1)))
 
-  times = [_time(run(product), (x_NI, w_IO), seconds) for product in (multiply, matmul)]
+  times = [_time(run(way), (x_NI, w_IO), seconds) for way in (multiply, product)]
   return times[0] / times[1]
 
 

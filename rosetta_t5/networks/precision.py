@@ -21,8 +21,8 @@ from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.kernel_measurement import KernelChoice, kernel_of
-from rosetta_t5.networks.layers.dense import MakeMatmul, Matmul
-from rosetta_t5.parallel.axis_rules import dividing_axes
+from rosetta_t5.networks.layers.matmuls import Axes, Matmul
+from rosetta_t5.parallel.placement import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.
 _FIRST_CAPABILITY = 8.9
@@ -80,11 +80,11 @@ class Fp8Choice:
   """The decision whether and how a run computes in fp8.
 
   Attributes:
-    make_matmul: the value for `T5Config.make_matmul`; None if fp8 is off.
+    matmul: the value for `T5Config.matmul`; None if fp8 is off.
     text: the decision and its reason, one line for the run's header.
   """
 
-  make_matmul: MakeMatmul | None
+  matmul: Matmul | None
   text: str
 
 
@@ -114,12 +114,12 @@ def choose_fp8(
       "the scripts), or emulate = True for a slow trial"
     )
   if config.backend == "te":
-    make_matmul = _transformer_engine_matmul(config.recipe)
-    return Fp8Choice(make_matmul, f"Transformer Engine, {config.recipe} scaling")
+    matmul = _transformer_engine_matmul(config.recipe)
+    return Fp8Choice(matmul, f"Transformer Engine, {config.recipe} scaling")
   reason = "set" if config.backend == "native" else "auto: needs no state and no further package"
   emulated = ", emulated" if problem else ""
   text = f"XLA's own matmuls, {config.recipe} scaling ({reason}{emulated})"
-  return Fp8Choice(_MAKE_MATMUL[config.recipe], text)
+  return Fp8Choice(_MATMULS[config.recipe], text)
 
 
 def with_fp8(model: Any, choice: Fp8Choice) -> Any:
@@ -132,20 +132,20 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
   Raises:
     ValueError: the model's module has no such config.
   """
-  if choice.make_matmul is None:
+  if choice.matmul is None:
     return model
   config = model.network_config
-  if not hasattr(config, "make_matmul"):
+  if not hasattr(config, "matmul"):
     raise ValueError(
       f"train.te_config_cls requests fp8, but {type(model.module).__name__} does not support it: "
-      "its config needs a field make_matmul, like T5Config; or set te_config_cls = None"
+      "its config needs a field matmul, like T5Config; or set te_config_cls = None"
     )
-  if has_experts(config) and choice.make_matmul not in _MAKE_MATMUL.values():
+  if has_experts(config) and choice.matmul not in _MATMULS.values():
     raise ValueError(
       "te_helper.TransformerEngineConfig.backend = 'te' does not compute the experts of "
       f"{type(config).__name__}.num_experts = {config.num_experts}: set backend = 'native'"
     )
-  return replace_config(model, make_matmul=choice.make_matmul)
+  return replace_config(model, matmul=choice.matmul)
 
 
 def _missing_hardware_support(device: Any) -> str | None:
@@ -161,45 +161,51 @@ def _missing_hardware_support(device: Any) -> str | None:
   return None
 
 
-class DelayedScalingMatmul(nn.Module):
-  """The fp8 matmul whose scales come from the maxima of the last 1024 steps.
-
-  The maxima are variables whose gradient is their next value (`_overwrite_with_gradient`). Without
-  these variables, as in evaluation, each array is scaled by its own maximum.
-
-  Attributes:
-    axes: the logical axes of the matmul's dimensions.
-  """
-
-  axes: tuple[str | None, ...]
-
-  @nn.compact
-  def __call__(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """Returns x·w over the last dimension of x and the first of w."""
-    if not self.is_initializing() and OVERWRITE_WITH_GRADIENT not in self.variables:
-      return _make_current_scaling_matmul(self.axes)(x_NI, w_IO)
-    op = nn.Fp8DirectDotGeneralOp(name="fp8")
-    return op(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
+def _current_scaling_matmul(
+  module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
+) -> jax.Array:
+  """Returns x·w in fp8; each device's part of an operand is scaled separately."""
+  del module
+  return fp8_matmul(x_NI, w_IO, dividing_axes(axes, x_NI.shape + w_IO.shape[1:]))
 
 
-def _make_current_scaling_matmul(axes: tuple[str | None, ...]) -> Matmul:
-  """Returns the fp8 matmul that scales each device's part of its operands separately."""
-  return lambda x_NI, w_IO: fp8_matmul(x_NI, w_IO, dividing_axes(axes, x_NI.shape + w_IO.shape[1:]))
-
-
-_MAKE_MATMUL: dict[str, MakeMatmul] = {
-  "current": _make_current_scaling_matmul,
+def _delayed_scaling_matmul(
+  module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
+) -> jax.Array:
+  """Returns x·w in fp8; the scales come from the maxima of the last 1024 steps."""
+  del module
   # The name is part of the variables' paths in checkpoints.
-  "delayed": lambda axes: DelayedScalingMatmul(axes, name="DelayedProduct_0"),
+  product: jax.Array = DelayedScaling(name="DelayedProduct_0")(x_NI, w_IO, axes)
+  return product
+
+
+_MATMULS: dict[str, Matmul] = {
+  "current": _current_scaling_matmul,
+  "delayed": _delayed_scaling_matmul,
 }
 
 
-def _matmul_dimension_numbers(x_NI: jax.Array) -> tuple:
+class DelayedScaling(nn.Module):
+  """The maxima of `_delayed_scaling_matmul`, as variables whose gradient is their next value.
+
+  Without these variables (`_overwrite_with_gradient`), as in evaluation, each array is scaled by its own
+  maximum.
+  """
+
+  @nn.compact
+  def __call__(self, x_NI: jax.Array, w_IO: jax.Array, axes: Axes) -> jax.Array:
+    """Returns x·w over the last dimension of x and the first of w."""
+    if not self.is_initializing() and OVERWRITE_WITH_GRADIENT not in self.variables:
+      return _current_scaling_matmul(self, x_NI, w_IO, axes)
+    return nn.Fp8DirectDotGeneralOp(name="fp8")(x_NI, w_IO, _dimension_numbers(x_NI))
+
+
+def _dimension_numbers(x_NI: jax.Array) -> tuple:
   return (((x_NI.ndim - 1,), (0,)), ((), ()))
 
 
-def _transformer_engine_matmul(recipe: str) -> MakeMatmul:
-  """Returns the function that makes a module's matmul with Transformer Engine."""
+def _transformer_engine_matmul(recipe: str) -> Matmul:
+  """Returns Transformer Engine's matmul."""
   if importlib.util.find_spec("transformer_engine") is None:
     raise ValueError(
       "te_helper.TransformerEngineConfig.backend = 'te', but Transformer Engine is not installed: "
@@ -210,13 +216,7 @@ def _transformer_engine_matmul(recipe: str) -> MakeMatmul:
 
   make_recipe = recipes.Float8CurrentScaling if recipe == "current" else recipes.DelayedScaling
   dot_general_cls = make_dot_general_cls(make_recipe())
-
-  def make_matmul(axes: tuple[str | None, ...]) -> Matmul:
-    del axes
-    dot_general = dot_general_cls()
-    return lambda x_NI, w_IO: dot_general(x_NI, w_IO, _matmul_dimension_numbers(x_NI))
-
-  return make_matmul
+  return lambda module, x_NI, w_IO, axes: dot_general_cls()(x_NI, w_IO, _dimension_numbers(x_NI))
 
 
 def describe_computation(

@@ -193,7 +193,7 @@ def _embed(stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInp
     x = x + position_vectors(cfg, inputs.positions, inputs.cache_length or tokens.shape[1])
   dropout = feature_dropout(cfg.dropout_rate, name=_dropout_name(cfg, "input_dropout"))
   x = _swap_length(cfg, dropout(x, inputs.deterministic).astype(cfg.dtype))
-  return gpu_fusion.store_rows(stack, x, cfg.transpose_batch_sequence)
+  return gpu_fusion.store_rows(stack, x, cfg.row_axes)
 
 
 def _run_layers(stack: nn.Module, side: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:

@@ -6,11 +6,10 @@ import abc
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax.linen import partitioning as flax_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import Positive
@@ -29,7 +28,7 @@ from rosetta_t5.parallel.data_layout import (
   get_data_layout,
 )
 from rosetta_t5.parallel.mesh import DATA_AXIS, axis_names, count_batch_shards, mesh_config
-from rosetta_t5.parallel.pipeline import PipelineSettings, pipeline_settings
+from rosetta_t5.parallel.placement import PipelineSettings, use_placement
 
 PyTree = Any
 
@@ -65,11 +64,8 @@ class PartitionedFunction:
     self._last_args = last_args
     self._pipeline = pipeline or PipelineSettings()
 
-  @contextlib.contextmanager
-  def _context(self) -> Iterator[None]:
-    rules, settings = flax_partitioning.axis_rules(self._rules), pipeline_settings(self._pipeline)
-    with jax.set_mesh(self._mesh), rules, settings:
-      yield
+  def _context(self) -> contextlib.AbstractContextManager[None]:
+    return use_placement(self._mesh, self._rules, self._pipeline)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     with self._context():

@@ -7,12 +7,10 @@ permutations, together with the arrays that belong to their examples. The networ
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.parallel.mesh import BATCH_AXES, PIPELINE_AXIS
+from rosetta_t5.parallel.placement import PipelineSettings, current
 
 PyTree = Any
 _SETTING = "partitioning.PjitPartitioner"
@@ -32,21 +31,6 @@ _SELECTIONS = ("dynamic_slice", "squeeze", "convert_element_type")
 # (parameters, random keys) of consecutive layers, [L, ...], the numbers of a microbatch's rows in the whole
 # batch, the microbatch, and what all microbatches share → the activations after these layers.
 ApplyLayers = Callable[[PyTree, jax.Array, "StageInput", PyTree], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class PipelineSettings:
-  """What a user can set about pipelines.
-
-  Attributes:
-    microbatches: the number of microbatches of a pipeline, a multiple of its stages; None for the
-      largest number that divides the batch, up to four times the number of stages.
-    rounds: how often a microbatch passes through all stages (interleaving). With more rounds, stages
-      have fewer layers at a time, and the bubble is shorter.
-  """
-
-  microbatches: int | None = None
-  rounds: int = 1
 
 
 class Work(NamedTuple):
@@ -134,19 +118,6 @@ class PipelineSchedule:
     return steps
 
 
-_current: contextvars.ContextVar[PipelineSettings] = contextvars.ContextVar("pipeline_settings")
-
-
-@contextlib.contextmanager
-def pipeline_settings(settings: PipelineSettings) -> Iterator[None]:
-  """Inside the `with`, pipelines are traced with these settings."""
-  token = _current.set(settings)
-  try:
-    yield
-  finally:
-    _current.reset(token)
-
-
 def choose_schedule(
   mesh_shape: Mapping[str, int],
   batch_size: int,
@@ -159,12 +130,12 @@ def choose_schedule(
     mesh_shape: the size of each mesh axis.
     batch_size: the examples in one pass, on all devices together.
     num_layers: the layers of the stack.
-    settings: the user's; None for those of the partitioner whose program is traced.
+    settings: the user's; None for the defaults.
 
   Raises:
     ValueError: the layers or the batch cannot be divided as the settings require.
   """
-  settings = settings or _current.get(PipelineSettings())
+  settings = settings or PipelineSettings()
   stages, rounds = mesh_shape.get(PIPELINE_AXIS, 1), settings.rounds
   replicas = math.prod(mesh_shape.get(axis, 1) for axis in BATCH_AXES) // stages
   layers, rest = divmod(num_layers, stages)
@@ -272,7 +243,7 @@ class Pipeline:
       batch: the whole batch.
       shared: what all microbatches share.
     """
-    mesh = jax.sharding.get_abstract_mesh().shape
+    mesh = current().mesh.shape
     batch_axes = tuple(axis for axis in BATCH_AXES if axis in mesh)
     replica_axes = batch_axes[1:]
     replicas = math.prod(mesh[axis] for axis in replica_axes)

@@ -22,7 +22,7 @@ from rosetta_t5.parallel.mesh import (
   PIPELINE_AXIS,
   count_batch_shards,
 )
-from rosetta_t5.parallel.pipeline import PipelineSettings
+from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.memory import StateMemory, size_text
 from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
@@ -115,7 +115,7 @@ def _configurations_by_mesh(
   if has_experts(config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
-  can_use_fp8 = gpu.fp8 is not None and hasattr(config, "make_matmul") and is_bfloat16(config)
+  can_use_fp8 = gpu.fp8 is not None and hasattr(config, "matmul") and is_bfloat16(config)
   precisions = {False, can_use_fp8} if any_precision else {plan.fp8}
   for mesh in _possible_meshes(config, plan.devices[0], plan.lengths):
     sizes = partitioner.with_mesh(mesh).mesh_config.axis_sizes(plan.devices[0])

@@ -23,9 +23,9 @@ from rosetta_t5.parallel.mesh import (
 )
 from rosetta_t5.parallel.pipeline import (
   PipelineSchedule,
-  PipelineSettings,
   choose_schedule,
 )
+from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.activations import Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.traced.program import read_program, trace_loss, with_config
@@ -179,7 +179,7 @@ def workload_of(
     zero1=getattr(partitioner, "zero1", False),
     activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
-    fp8=getattr(model.network_config, "make_matmul", None) is not None,
+    fp8=getattr(model.network_config, "matmul", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
     activations=activations,
     layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from flax.linen import partitioning as flax_partitioning
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from rosetta_t5.parallel.placement import use_placement
 from rosetta_t5.traced.dimensions import Dimension, dimensions_of
 
 # The primitives that XLA does not compute as a part of the next operation.
@@ -115,7 +115,7 @@ def trace_loss(
   device = AbstractDevice("cpu", None, "cpu")
   types, sizes = (AxisType.Auto,) * len(axes), (_AXIS_SIZE,) * len(axes)
   mesh = AbstractMesh(sizes, axes, axis_types=types, abstract_device=device)
-  with use_abstract_mesh(mesh), flax_partitioning.axis_rules([(name, name) for name in axes]):
+  with use_placement(mesh, [(name, name) for name in axes]):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, dict(batch)))
     # With a key, because experts have more slots in training; only its shape, to use no device.
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from rosetta_t5.kernels.attention import Visibility
 from rosetta_t5.kernels.flash_attention import (
@@ -73,7 +72,7 @@ def test_results_and_gradients_equal_the_reference(case):
   @jax.jit
   def fused(*operands):
     bias = operands[3] if len(operands) > 3 else None
-    return flash_attention(*operands[:3], bias, segments, FlashOptions(causal, interpret=True))
+    return flash_attention(*operands[:3], bias, segments, FlashOptions(causal))
 
   got, gradients = jax.vjp(fused, *(jnp.asarray(array, jnp.float32) for array in operands))
   # In both, padding attends to all keys equally.
@@ -99,7 +98,7 @@ def test_tiles_without_a_visible_pair_are_not_read():
     return flash_attention(
       *operands,
       Segments(jnp.asarray(ids), jnp.asarray(ids)),
-      FlashOptions(causal=True, interpret=True),
+      FlashOptions(causal=True),
     )
 
   out, gradients = jax.vjp(jax.jit(fused), *(jnp.asarray(x, jnp.float32) for x in operands))
@@ -148,7 +147,7 @@ def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
     *(x.astype(jnp.float32) for x in (q, k, v, bias)), mask_B1TS=jnp.asarray(mask)
   )
   rounded = xla_attention(q, k, v, bias, jnp.asarray(mask))
-  got = flash_attention(q, k, v, bias, segments, FlashOptions(interpret=True))
+  got = flash_attention(q, k, v, bias, segments, FlashOptions())
   assert got.dtype == jnp.bfloat16
   errors = [np.abs(np.asarray(x, np.float64) - exact).max() for x in (got, rounded)]
   assert errors[0] <= errors[1] < 0.1
@@ -156,18 +155,18 @@ def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_it_lowers_to_triton_for_a_gpu(with_bias):
+  options = FlashOptions(causal=with_bias, gpu="NVIDIA H100 80GB HBM3")
+
   def loss(q, k, v, bias, ids):
     bias = bias if with_bias else None
-    out = flash_attention(q, k, v, bias, Segments(ids, ids), FlashOptions(causal=with_bias))
+    out = flash_attention(q, k, v, bias, Segments(ids, ids), options)
     return jnp.sum(out.astype(jnp.float32))
 
   heads = jax.ShapeDtypeStruct((4, 128, 2, 64), jnp.bfloat16)
   bias = jax.ShapeDtypeStruct((1, 2, 128, 128), jnp.bfloat16)
   ids = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   step = jax.jit(jax.grad(loss, (0, 1, 2, 3) if with_bias else (0, 1, 2)))
-  gpu = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-  with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
-    lowered = step.trace(heads, heads, heads, bias, ids).lower(lowering_platforms=("cuda",))
+  lowered = step.trace(heads, heads, heads, bias, ids).lower(lowering_platforms=("cuda",))
   assert lowered.as_text().count("xla.gpu.triton") == (4 if with_bias else 3)
 
 
@@ -183,7 +182,7 @@ def test_logits_are_never_stored():
     flash_attention,
     bias_1HTS=None,
     segments=Segments(ids, ids),
-    options=FlashOptions(interpret=True),
+    options=FlashOptions(),
   )
   assert (8, 2, 256, 256) in results(xla_attention)
   assert (8, 2, 256, 256) not in results(fused)
@@ -192,10 +191,10 @@ def test_logits_are_never_stored():
 @pytest.mark.parametrize(
   ("kv_heads", "options"),
   [
-    (1, FlashOptions(causal=True, interpret=True)),
-    (2, FlashOptions(window=24, interpret=True)),
-    (4, FlashOptions(causal=True, window=70, softcap=2.0, interpret=True)),
-    (2, FlashOptions(softcap=1.5, interpret=True)),
+    (1, FlashOptions(causal=True)),
+    (2, FlashOptions(window=24)),
+    (4, FlashOptions(causal=True, window=70, softcap=2.0)),
+    (2, FlashOptions(softcap=1.5)),
   ],
 )
 def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, options):

@@ -109,7 +109,7 @@ def numbers(
   fp8=None,
 ):
   """Returns loss and gradients from the parameters of `config`, whose layers are not scanned."""
-  params = decoder_only_params(config.replace(make_matmul=None))
+  params = decoder_only_params(config.replace(matmul=None))
   scanned = config.replace(scan_layers=scan_layers)
   step = step_of(scanned, loss_chunk_length, microbatches, MESHES[mesh], fp8)
   return jax.device_get(step(stacked(params) if scan_layers else params, make_batch(packed)))

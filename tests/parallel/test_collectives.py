@@ -204,7 +204,7 @@ def test_a_step_in_fp8_has_no_collectives_that_bfloat16_has_not(switches):
   counts = []
   bfloat16 = dataclasses.replace(T5_1_1, dtype="bfloat16", **switches)
   fp8 = choose_fp8(TransformerEngineConfig(enabled=1, emulate=True))
-  for config in (bfloat16, dataclasses.replace(bfloat16, make_matmul=fp8.make_matmul)):
+  for config in (bfloat16, dataclasses.replace(bfloat16, matmul=fp8.matmul)):
     compiled = compiled_step(PjitPartitioner(mesh={"data": 4, "tensor": 2}), config)[0]
     counts.append(
       collections.Counter(re.findall(r" (all-\w+|reduce-scatter)\(", compiled.as_text()))

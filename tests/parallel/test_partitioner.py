@@ -17,7 +17,8 @@ from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
 
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import DataLayout, PjitPartitioner, standard_logical_axis_rules
-from rosetta_t5.parallel.axis_rules import constrain, partition_specs_of
+from rosetta_t5.parallel.axis_rules import partition_specs_of
+from rosetta_t5.parallel.placement import constrain
 from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import Trainer
 

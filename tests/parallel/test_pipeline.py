@@ -23,8 +23,8 @@ from tiny_models import (
   make_model,
 )
 
-from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.layers.dropout import bernoulli_of_rows
+from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, with_fp8
 from rosetta_t5.networks.transformer import Transformer
@@ -33,10 +33,10 @@ from rosetta_t5.parallel.axis_rules import check_partition_specs
 from rosetta_t5.parallel.pipeline import (
   Pipeline,
   PipelineSchedule,
-  PipelineSettings,
   StageInput,
   choose_schedule,
 )
+from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.activation_collectives import pipeline_collectives
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.training.step import accumulate_gradients

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from planned_work import planned_work
 
 from rosetta_t5.networks.config import T5Config
-from rosetta_t5.parallel.pipeline import PipelineSettings
+from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
 from rosetta_t5.plan.memory import step_memory
 from rosetta_t5.plan.workload import Workload

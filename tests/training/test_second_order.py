@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_decoder_only_model
 
-from rosetta_t5.networks.layers.dense import KFAC_FACTORS, DenseGeneral
+from rosetta_t5.networks.layers.dense import DenseGeneral
+from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers import optax_wrapper as optimizers
 from rosetta_t5.training.optimizers.matrices import shampoo, soap

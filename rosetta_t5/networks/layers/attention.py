@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,17 +18,11 @@ from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention
 from rosetta_t5.networks.gpu_fusion import projection_inputs
 from rosetta_t5.networks.layers import decoding_cache
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.dense import (
-  DenseGeneral,
-  Initializer,
-  MakeMatmul,
-  Matmul,
-  matmul,
-  row_axes,
-)
+from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
 from rosetta_t5.networks.layers.dropout import BatchRows, attention_dropout_scale
+from rosetta_t5.networks.layers.matmuls import Axes, Matmul, flat_row_axes, plain_matmul
 from rosetta_t5.networks.layers.positions import Rope, apply_rotary
-from rosetta_t5.parallel.axis_rules import constrain
+from rosetta_t5.parallel.placement import constrain
 
 
 class AttentionMode(enum.Enum):
@@ -61,8 +56,8 @@ class MultiHeadDotProductAttention(nn.Module):
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
     nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed], and how
       `kernel_init` is called; see `DenseGeneral`.
-    make_matmul: see `DenseGeneral`.
-    transpose_batch_sequence: whether inputs and output are [length, batch, features].
+    matmul: how rows are multiplied by the kernels; see `DenseGeneral`.
+    row_axes: the logical axes of the first two dimensions of inputs and output.
     fuse_qkv_params: whether one matmul computes queries, keys and values in self-attention, and keys
       and values in cross-attention or where queries have more heads. The kernels are stacked during
       tracing; they are stored separately either way.
@@ -86,8 +81,8 @@ class MultiHeadDotProductAttention(nn.Module):
   float32_logits: bool = False
   scale_attn_logits: bool = False
   nd_kernel: bool = False
-  make_matmul: MakeMatmul | None = None
-  transpose_batch_sequence: bool = False
+  matmul: Matmul | None = None
+  row_axes: tuple[str, str] = ("batch", "length")
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
   use_bias: bool = False
@@ -162,11 +157,15 @@ class MultiHeadDotProductAttention(nn.Module):
       options = (scale_BGS, self.softcap, self.float32_logits)
       operands = Operands(q_BTHK, keys, values, bias, mask, *options)
       outputs_BTHK = attend(self.attention_kernel, operands)
-    if self.transpose_batch_sequence:
+    if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
-    out = self._dense("out", inputs_q.shape[-1], out_axes, self.kernel_init, axis=(-2, -1))
-    return out(outputs_BTHK)
+    out_options: dict[str, Any] = {
+      "kernel_init": self.kernel_init,
+      "use_bias": self.use_bias,
+      "axis": (-2, -1),
+    }
+    return self._dense("out", inputs_q.shape[-1], out_axes, **out_options)(outputs_BTHK)
 
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:
@@ -191,19 +190,21 @@ class MultiHeadDotProductAttention(nn.Module):
     """
     # T5X rounds √head_dim to `dtype`, and the rounded value is part of the initial parameters.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
+    fused: tuple[str, ...] = ()
+    if self.fuse_qkv_params:
+      is_one = inputs_q is inputs_kv and self.kv_heads == self.num_heads
+      fused = ("query", "key", "value") if is_one else ("key", "value")
     # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
     is_power_of_two = math.log2(self.head_dim) % 2 == 0
-    shares_heads = self.kv_heads == self.num_heads
-    is_fused = self.fuse_qkv_params and inputs_q is inputs_kv and shares_heads
-    divides_kernel = self.scale_attn_logits and (is_power_of_two or is_fused)
-    query, key, value = self._projections(depth_scale, divides_kernel)
+    divides_kernel = self.scale_attn_logits and (is_power_of_two or "query" in fused)
+    query, key, value = self._projections(depth_scale, divides_kernel, fused)
     divides_input = self.scale_attn_logits and not divides_kernel
     scaled_q = inputs_q / depth_scale if divides_input else inputs_q
     if mode is AttentionMode.CROSS_DECODE_STEP:
       return [self._batch_first(query(scaled_q)), *decoding_cache.read_precomputed(self)]
-    if is_fused:
+    if "query" in fused:
       heads = self._project_fused(inputs_q, [query, key, value])
-    elif self.fuse_qkv_params:
+    elif fused:
       heads = [query(scaled_q), *self._project_fused(inputs_kv, [key, value])]
     else:
       of_query, of_key, of_value = projection_inputs(self, scaled_q, inputs_kv)
@@ -213,24 +214,27 @@ class MultiHeadDotProductAttention(nn.Module):
       decoding_cache.write_precomputed(self, *heads[1:])
     return heads
 
-  def _projections(self, depth_scale: jax.Array, divides_kernel: bool) -> list[DenseGeneral]:
-    """Returns the projections to queries, keys and values."""
+  def _projections(
+    self, depth_scale: jax.Array, divides_kernel: bool, fused: tuple[str, ...]
+  ) -> list[Any]:
+    """Returns the projections to queries, keys and values, or the parameters of those in `fused`."""
 
     def divided_init(*args: Any) -> Array:
       return self.kernel_init(*args) / depth_scale
 
-    query_init = divided_init if self.query_divisor is None else self.kernel_init
     axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
-    options: dict[str, Any] = {"use_bias": self.use_bias or self.qkv_bias}
-    q_options = {**options, "kernel_divisor": depth_scale if divides_kernel else None}
-    q_features, kv_features = ((n, self.head_dim) for n in (self.num_heads, self.kv_heads))
-    return [
-      self._dense("query", q_features, axes, query_init, **q_options),
-      *(
-        self._dense(name, kv_features, axes, self.kernel_init, **options)
-        for name in ("key", "value")
-      ),
-    ]
+    projections = []
+    for name in ("query", "key", "value"):
+      is_query = name == "query"
+      is_init_divided = is_query and self.query_divisor is None
+      options: dict[str, Any] = {
+        "kernel_init": divided_init if is_init_divided else self.kernel_init
+      }
+      options["use_bias"] = self.use_bias or self.qkv_bias
+      options["kernel_divisor"] = depth_scale if is_query and divides_kernel else None
+      features = (self.num_heads if is_query else self.kv_heads, self.head_dim)
+      projections.append(self._dense(name, features, axes, name in fused, **options))
+    return projections
 
   @property
   def kv_heads(self) -> int:
@@ -239,45 +243,39 @@ class MultiHeadDotProductAttention(nn.Module):
 
   def _batch_first(self, heads: jax.Array) -> jax.Array:
     """Returns a projection as [B, T, H, K]; its input may have the length first."""
-    if self.transpose_batch_sequence:
+    if self.row_axes[0] == "length":
       heads = heads.swapaxes(0, 1)
     return constrain(heads, ("batch", "length", "heads", "kv"))
 
-  def _project_fused(self, inputs: jax.Array, projections: list[DenseGeneral]) -> list[jax.Array]:
+  def _project_fused(self, inputs: jax.Array, projections: list[Any]) -> list[jax.Array]:
     """Returns several projections of `inputs` from one matmul."""
-    parameters = [projection(inputs, parameters_only=True) for projection in projections]
-    kernels = [kernel for kernel, _ in parameters]
+    parameters = [projection(inputs) for projection in projections]
     # Kernels are stacked along a new dimension. Concatenating kernels that are split over devices
     # would have to move them.
-    w_DNJ = jnp.stack(kernels, axis=1)
-    rows_axes = row_axes(self.transpose_batch_sequence)
-    row_shape = inputs.shape[:-1] if len(rows_axes) > 1 else (-1,)
-    multiply: Matmul = matmul
-    if self.make_matmul:
-      outputs = "heads" if self.nd_kernel else "joined_kv"
-      axes = (*rows_axes, "embed", None, outputs)
-      multiply = self.make_matmul(axes)
+    w_DNJ = jnp.stack([kernel for kernel, _ in parameters], axis=1)
+    axes: Axes = flat_row_axes(self.row_axes)
+    row_shape = inputs.shape[:-1] if len(axes) > 1 else (-1,)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
-    y = multiply(x_ND, w_DNJ)
+    axes += ("embed", None, "heads" if self.nd_kernel else "joined_kv")
+    y = (self.matmul or plain_matmul)(self, x_ND, w_DNJ, axes)
     shape = (*inputs.shape[:-1], -1, self.head_dim)
-    heads = [y[..., index, :].reshape(shape) for index in range(len(kernels))]
+    heads = [y[..., index, :].reshape(shape) for index in range(len(parameters))]
     if parameters[0][1] is None:
       return heads
     return [x + bias[None, None] for x, (_, bias) in zip(heads, parameters, strict=True)]
 
   def _dense(
-    self, name: str, features: Any, axes: Any, init: Initializer, axis: Any = -1, **attributes: Any
+    self, name: str, features: Any, axes: tuple[str, ...], is_fused: bool = False, **attributes: Any
   ) -> Any:
-    attributes.setdefault("use_bias", self.use_bias)
-    return DenseGeneral(
+    """Returns a projection, or the parameters of one that is fused with others."""
+    dense: Any = DenseParameters
+    if not is_fused:
+      dense = functools.partial(DenseGeneral, matmul=self.matmul, row_axes=self.row_axes)
+    return dense(
       features,
-      axis=axis,
       dtype=self.dtype,
-      kernel_init=init,
       kernel_axes=axes,
       nd_kernel=self.nd_kernel,
-      make_matmul=self.make_matmul,
-      transpose_batch_sequence=self.transpose_batch_sequence,
       name=name,
       **attributes,
     )

@@ -14,22 +14,17 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
-from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dropout import BatchRows, feature_dropout
-from rosetta_t5.parallel.axis_rules import (
-  constrain,
-  context_shards,
-  target_device,
+from rosetta_t5.networks.layers.matmuls import (
+  Axes,
+  Matmul,
+  flat_row_axes,
+  is_measured,
+  matmul_of_variables,
 )
+from rosetta_t5.parallel.placement import constrain
 
 Initializer = Callable[..., Array]
-# y_NO = matmul(x_NI, w_IO); N and O may each be several dimensions.
-Matmul = Callable[[jax.Array, jax.Array], jax.Array]
-# Called with the logical axes of the dimensions (*N, I, *O), once for each projection.
-MakeMatmul = Callable[[tuple[str | None, ...]], Matmul]
-
-# The collection of zeros whose gradients are K-FAC's factors (see `matmul_with_factors`).
-KFAC_FACTORS = "kfac_factors"
 
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
@@ -59,8 +54,8 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
   return (value,) if isinstance(value, int) else tuple(value)
 
 
-class DenseGeneral(nn.Module):
-  """A projection of the dimensions `axis` to the dimensions `features`.
+class DenseParameters(nn.Module):
+  """The kernel and bias of a projection, for a caller that stacks several kernels into one matmul.
 
   The kernel is stored and initialized as a matrix [inputs, outputs], as in T5X's T5. With `nd_kernel`
   it keeps its separate dimensions, as in T5X's scalable T5.
@@ -68,18 +63,13 @@ class DenseGeneral(nn.Module):
   Attributes:
     features: the size of the output's last dimension, or the sizes of its last dimensions.
     axis: the input dimensions that are contracted; they must be the last ones.
-    dtype: the type of the matmul; the kernel is stored in float32.
+    dtype: the type of the matmul; parameters are stored in float32.
     kernel_init: called as init(key, [inputs, outputs], float32), or with `nd_kernel` as
       init(key, [*inputs, *outputs], float32, in_axis, out_axis).
     kernel_axes: the logical axes of the kernel's dimensions.
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
-    make_matmul: called once per projection, with the logical axes of the matmul's dimensions, it
-      returns the function that multiplies rows by the kernel; None for `matmul`. It may return a
-      linen module, whose state is then stored in this module.
-    transpose_batch_sequence: whether inputs are [length, batch, ...].
-    use_bias: whether a bias [outputs], initially zero, is added. T5 has none.
+    use_bias: whether there is a bias [outputs], initially zero. T5 has none.
     kernel_divisor: what the kernel is divided by after the cast to `dtype`; None for 1.
-    batch_axis: the logical axis of the input's rows.
   """
 
   features: int | Sequence[int]
@@ -88,48 +78,37 @@ class DenseGeneral(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   kernel_axes: tuple[str, ...] = ()
   nd_kernel: bool = False
-  make_matmul: MakeMatmul | None = None
-  transpose_batch_sequence: bool = False
   use_bias: bool = False
   kernel_divisor: jax.Array | None = None
-  batch_axis: str = "batch"
 
   @nn.compact
-  def __call__(self, inputs: Float[Array, "..."], parameters_only: bool = False) -> Any:
-    """Returns the projection, [..., *features], in `dtype`.
-
-    Args:
-      inputs: the input.
-      parameters_only: whether to return (kernel [inputs, outputs], bias [*features] or None) in
-        `dtype` instead, for a caller that stacks several kernels into one matmul.
+  def __call__(self, inputs: Float[Array, "..."]) -> Any:
+    """Returns (kernel [inputs, outputs], bias [*features] or None) in `dtype`.
 
     Raises:
       ValueError: `axis` is not the input's last dimensions, or K-FAC cannot measure this layer.
     """
-    features, leading = _as_tuple(self.features), self._leading_shape(inputs)
-    contracted = inputs.shape[len(leading) :]
-    kernel = jnp.asarray(self._kernel(contracted, features), self.dtype)
+    _refuse_kfac(self)
+    return self._parameters(inputs)
+
+  def _parameters(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    features, axes = _as_tuple(self.features), tuple(self.kernel_axes)
+    contracted = inputs.shape[len(self._leading_shape(inputs)) :]
+    shape = (*contracted, *features)
+    matrix = (math.prod(contracted), math.prod(features))
+    if self.nd_kernel:
+      dims = tuple(range(len(shape)))
+      in_out = (dims[: len(contracted)], dims[len(contracted) :])
+      stored = param_with_axes("kernel", self.kernel_init, shape, jnp.float32, *in_out, axes=axes)
+    else:
+      stored = param_with_axes("kernel", self.kernel_init, matrix, jnp.float32, axes=axes)
+    kernel = jnp.asarray(stored.reshape(matrix), self.dtype)
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
-    bias = self._bias(features) if self.use_bias else None
-    measures_factors = any(self.has_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
-    if measures_factors and (parameters_only or self.make_matmul):
-      raise ValueError(
-        f"K-FAC cannot measure {self.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
-        "layer with precondition_by_kfac.skip_layers"
-      )
-    if parameters_only:
-      return kernel, bias
-    rows_axes = row_axes(self.transpose_batch_sequence, self.batch_axis)
-    row_shape = leading if len(rows_axes) > 1 else (-1,)
-    rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
-    multiply: Matmul = self._matmul_with_factors if measures_factors else self._matmul
-    if self.make_matmul:
-      kernel_axes = self.kernel_axes or (None,) * (len(contracted) + 1)
-      output_axis = kernel_axes[len(contracted) if self.nd_kernel else 1]
-      multiply = self.make_matmul((*rows_axes, kernel_axes[0], output_axis))
-    outputs = multiply(rows, kernel).reshape(*leading, *features)
-    return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
+    if not self.use_bias:
+      return kernel, None
+    bias_O = param_with_axes("bias", nn.initializers.zeros, matrix[1:], jnp.float32, axes=axes[-1:])
+    return kernel, bias_O.astype(self.dtype).reshape(features)
 
   def _leading_shape(self, inputs: jax.Array) -> tuple[int, ...]:
     """Returns the sizes of the dimensions that are not contracted."""
@@ -141,133 +120,47 @@ class DenseGeneral(nn.Module):
       )
     return inputs.shape[: inputs.ndim - len(axes)]
 
-  def _matmul(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """Returns x·w; writes or reads the kernel that decoding steps use: cast, and on a CPU transposed."""
-    is_cpu = target_device().platform == "cpu"
-    if self.has_variable(PRECOMPUTED, "kernel"):
-      kernel: jax.Array = self.get_variable(PRECOMPUTED, "kernel")
-      return matmul_few_rows(x_NI, kernel) if is_cpu else matmul(x_NI, kernel)
-    is_writable = self.is_mutable_collection(PRECOMPUTED) and not self.is_initializing()
-    if is_writable and (is_cpu or w_IO.dtype != jnp.float32):
-      self.put_variable(PRECOMPUTED, "kernel", w_IO.T if is_cpu else w_IO)
-    return matmul(x_NI, w_IO)
 
-  def _matmul_with_factors(self, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-    """Returns x·w; the factors of K-FAC, which belong to the stored kernel, are gradients."""
-    rows: jax.Array | None = self.get_variable(KFAC_FACTORS, "rows")
-    columns: jax.Array | None = self.get_variable(KFAC_FACTORS, "columns")
-    if columns is not None and self.kernel_divisor is not None:
-      columns = columns / jnp.square(self.kernel_divisor).astype(columns.dtype)
-    return matmul_with_factors(x_NI, w_IO, rows, columns)
+class DenseGeneral(DenseParameters):
+  """A projection of the dimensions `axis` to the dimensions `features`.
 
-  def _bias(self, features: tuple[int, ...]) -> jax.Array:
-    """Returns the bias, which is stored as a vector, in the shape of the features."""
-    size, axes = math.prod(features), tuple(self.kernel_axes)[-1:]
-    bias_O = param_with_axes("bias", nn.initializers.zeros, (size,), jnp.float32, axes=axes)
-    return bias_O.astype(self.dtype).reshape(features)
+  Attributes:
+    matmul: how rows are multiplied by the kernel; None for `matmul_of_variables`. It may create linen
+      modules, whose state is then stored in this module.
+    row_axes: the logical axes of the input's first two dimensions.
+  """
 
-  def _kernel(self, inputs: tuple[int, ...], features: tuple[int, ...]) -> jax.Array:
-    """Returns the kernel as a matrix, whichever way it is stored."""
-    matrix, axes = (math.prod(inputs), math.prod(features)), tuple(self.kernel_axes)
-    if not self.nd_kernel:
-      return param_with_axes("kernel", self.kernel_init, matrix, jnp.float32, axes=axes)
-    shape = (*inputs, *features)
-    in_axis, out_axis = tuple(range(len(inputs))), tuple(range(len(inputs), len(shape)))
-    kernel = param_with_axes(
-      "kernel", self.kernel_init, shape, jnp.float32, in_axis, out_axis, axes=axes
+  matmul: Matmul | None = None
+  row_axes: tuple[str, str] = ("batch", "length")
+
+  @nn.compact
+  def __call__(self, inputs: Float[Array, "..."]) -> Any:
+    """Returns the projection, [..., *features], in `dtype`.
+
+    Raises:
+      ValueError: `axis` is not the input's last dimensions, or K-FAC cannot measure this layer.
+    """
+    features, leading = _as_tuple(self.features), self._leading_shape(inputs)
+    kernel, bias = self._parameters(inputs)
+    if self.matmul is not None:
+      _refuse_kfac(self)
+    axes: Axes = flat_row_axes(self.row_axes)
+    row_shape = leading if len(axes) > 1 else (-1,)
+    rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
+    num_contracted = inputs.ndim - len(leading)
+    kernel_axes = self.kernel_axes or (None,) * (num_contracted + 1)
+    axes += (kernel_axes[0], kernel_axes[num_contracted if self.nd_kernel else 1])
+    outputs = (self.matmul or matmul_of_variables)(self, rows, kernel, axes)
+    outputs = outputs.reshape(*leading, *features)
+    return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
+
+
+def _refuse_kfac(module: nn.Module) -> None:
+  if is_measured(module):
+    raise ValueError(
+      f"K-FAC cannot measure {module.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
+      "layer with precondition_by_kfac.skip_layers"
     )
-    return kernel.reshape(matrix)
-
-
-@jax.custom_vjp
-def matmul(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]) -> Float[Array, "*N ..."]:
-  """Returns x·w, with the gradient for w written as xᵀ·dy.
-
-  JAX would write that gradient as (dyᵀ·x)ᵀ. XLA on a CPU then computes dy, often a long chain of
-  operations of a gated activation, directly into a transposed array, which is slower than the matmul.
-  """
-  return jnp.tensordot(x_NI, w_IO, axes=1)
-
-
-def _matmul_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Array]]:
-  return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO)
-
-
-def _matmul_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
-  x_NI, w_IO = operands
-  w_OI, x_IN = jnp.moveaxis(w_IO, 0, -1), jnp.moveaxis(x_NI, -1, 0)
-  dx_NI = jnp.tensordot(dy_NO, w_OI, axes=w_OI.ndim - 1)
-  return dx_NI, jnp.tensordot(x_IN, dy_NO, axes=x_IN.ndim - 1)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)
-
-
-@jax.custom_vjp
-def matmul_with_factors(
-  x_NI: Float[Array, "*N I"],
-  w_IO: Float[Array, "I O"],
-  rows_II: Float[Array, "I I"] | None,
-  columns_OO: Float[Array, "O O"] | None,
-) -> Float[Array, "*N O"]:
-  """Returns x·w, with the factors of K-FAC as the gradients for the last two arguments.
-
-  They are the means of xᵀ·x and dyᵀ·dy over the rows N, in float32. As gradients, they pass through
-  scans and rematerialization, and they are summed over the devices that share the rows.
-  """
-  return jnp.tensordot(x_NI, w_IO, axes=1)
-
-
-def _matmul_with_factors_forward(
-  x_NI: Array, w_IO: Array, rows_II: Array | None, columns_OO: Array | None
-) -> tuple[Array, Any]:
-  return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO, rows_II is None, columns_OO is None)
-
-
-def _matmul_with_factors_backward(operands: Any, dy_NO: Array) -> tuple[Array | None, ...]:
-  x_NI, w_IO, no_rows, no_columns = operands
-
-  def mean_of_squares(x_NI: Array) -> Array:
-    flat_NI = x_NI.reshape(-1, x_NI.shape[-1]).astype(jnp.float32)
-    mean_II = flat_NI.T @ flat_NI / len(flat_NI)
-    # XLA (jax 0.10) computes a wrong xᵀ·x if both dimensions of the result are split over devices.
-    return constrain(mean_II, (None, None))
-
-  return (
-    *_matmul_backward((x_NI, w_IO), dy_NO),
-    None if no_rows else mean_of_squares(x_NI),
-    None if no_columns else mean_of_squares(dy_NO),
-  )
-
-
-matmul_with_factors.defvjp(_matmul_with_factors_forward, _matmul_with_factors_backward)
-
-
-def matmul_few_rows(x_NI: Float[Array, "*N I"], w_OI: Float[Array, "O I"]) -> Float[Array, "*N O"]:
-  """Returns x·wᵀ, computed as w·xᵀ: XLA on a CPU rearranges the second operand of a matmul.
-
-  With few rows, w·xᵀ takes three quarters of the time of x·w. Without the barrier XLA would swap the
-  operands back.
-  """
-  y_ON = jnp.tensordot(w_OI, x_NI, axes=((-1,), (-1,)))
-  return jnp.moveaxis(jax.lax.optimization_barrier(y_ON), 0, -1)
-
-
-def row_axes(transpose_batch_sequence: bool, batch: str = "batch") -> tuple[str, ...]:
-  """Returns the logical axes of the rows that a projection multiplies by its kernel.
-
-  Rows keep two dimensions if flattening them would gather the second, which is split over devices.
-  """
-  if transpose_batch_sequence:
-    return ("length", batch)
-  return (batch, "length") if context_shards() > 1 else (batch,)
-
-
-def activation_axes(
-  last: str, transpose_batch_sequence: bool, batch: str = "batch"
-) -> tuple[str, str, str]:
-  """Returns the logical axes of activations whose last dimension is `last`."""
-  return ("length", batch, last) if transpose_batch_sequence else (batch, "length", last)
 
 
 def activation_function(name: str | Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -313,10 +206,9 @@ class MlpBlock(nn.Module):
     intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
     dtype: the type of the matmuls.
     nd_kernel: how `kernel_init` is called; see `DenseGeneral`.
-    make_matmul: see `DenseGeneral`.
-    transpose_batch_sequence: whether inputs are [length, batch, features].
+    matmul: see `DenseGeneral`.
     use_bias: whether the projections have biases.
-    batch_axis: the logical axis of the rows.
+    row_axes: see `DenseGeneral`.
     mlp_axis: the logical axis of the hidden layer's features.
   """
 
@@ -326,10 +218,9 @@ class MlpBlock(nn.Module):
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
   nd_kernel: bool = False
-  make_matmul: MakeMatmul | None = None
-  transpose_batch_sequence: bool = False
+  matmul: Matmul | None = None
   use_bias: bool = False
-  batch_axis: str = "batch"
+  row_axes: tuple[str, str] = ("batch", "length")
   mlp_axis: str = "mlp"
 
   @nn.compact
@@ -347,10 +238,9 @@ class MlpBlock(nn.Module):
       dtype=self.dtype,
       kernel_init=self.kernel_init,
       nd_kernel=self.nd_kernel,
-      make_matmul=self.make_matmul,
-      transpose_batch_sequence=self.transpose_batch_sequence,
+      matmul=self.matmul,
       use_bias=self.use_bias,
-      batch_axis=self.batch_axis,
+      row_axes=self.row_axes,
     )
     branches = []
     for index in range(len(self.activations)):
@@ -362,9 +252,8 @@ class MlpBlock(nn.Module):
       # Recomputing the activations takes a GPU less time than writing and reading them.
       gate = jax.checkpoint(gate)
     hidden_BTF = gate(*branches)
-    dropout = feature_dropout(self.intermediate_dropout_rate, self.transpose_batch_sequence)
+    dropout = feature_dropout(self.intermediate_dropout_rate, self.row_axes)
     hidden_BTF = dropout(hidden_BTF, deterministic, rows)
-    axes = activation_axes(self.mlp_axis, self.transpose_batch_sequence, self.batch_axis)
-    hidden_BTF = constrain(hidden_BTF, axes)
+    hidden_BTF = constrain(hidden_BTF, (*self.row_axes, self.mlp_axis))
     output = dense(inputs.shape[-1], kernel_axes=(self.mlp_axis, "embed"), name="wo")
     return output(hidden_BTF)

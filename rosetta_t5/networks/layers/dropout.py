@@ -73,9 +73,11 @@ class Dropout(nn.Module):
     return jnp.where(kept, inputs / (1.0 - self.rate), jnp.zeros_like(inputs))
 
 
-def feature_dropout(rate: float, length_first: bool = False, name: str | None = None) -> Dropout:
-  """Returns T5's dropout of activations: it drops the same features at every position."""
-  length_axis, batch_axis = (-3, -2) if length_first else (-2, -3)
+def feature_dropout(
+  rate: float, row_axes: tuple[str, str] = ("batch", "length"), name: str | None = None
+) -> Dropout:
+  """Returns T5's dropout of activations with these logical axes: it drops features at all positions."""
+  length_axis, batch_axis = (-3, -2) if row_axes[0] == "length" else (-2, -3)
   return Dropout(rate, length_axis, batch_axis, name=name)
 
 

@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logit
 from rosetta_t5.kernels.xla_attention import soft_cap
-from rosetta_t5.networks.layers.dense import DenseGeneral, Initializer, matmul_few_rows
-from rosetta_t5.parallel.axis_rules import constrain, context_shards, dividing_axes, target_device
+from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
+from rosetta_t5.networks.layers.matmuls import product_of_few_rows
+from rosetta_t5.parallel.placement import constrain, context_shards, dividing_axes, target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -80,7 +81,7 @@ class Embed(nn.Module):
     table_VD = jnp.asarray(self.embedding, dtype)
     is_decoding_step = query.ndim > 1 and query.shape[-2] == 1
     if is_decoding_step and target_device().platform == "cpu":
-      return matmul_few_rows(query, table_VD)
+      return product_of_few_rows(query, table_VD)
     return jnp.dot(query, table_VD.T)
 
 
@@ -159,7 +160,8 @@ def output_layer(
   if config.logits_via_embedding:
     divisor *= math.sqrt(y_BTD.shape[-1]) if config.divide_tied_logits else 1
   else:
-    logits_dense = DenseGeneral(
+    dense = DenseGeneral if return_logits else DenseParameters
+    logits_dense = dense(
       config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
     )
   excluded = jnp.asarray(config.pad_id, jnp.int32) if config.padding_never_follows else None
@@ -173,6 +175,6 @@ def output_layer(
   if config.logits_via_embedding:
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
   else:
-    kernel_DV, _ = logits_dense(y_BTD, parameters_only=True)
+    kernel_DV, _ = logits_dense(y_BTD)
   hidden_BTD = y_BTD if divisor == 1 else y_BTD.astype(kernel_DV.dtype) / divisor
   return LogitFactors(hidden_BTD, kernel_DV, excluded, config.logit_softcap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -16,8 +15,9 @@ from rosetta_t5.kernels import expert_routing
 from rosetta_t5.kernels.expert_routing import DISPATCHES, Routing
 from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW, ExpertSettings
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.dense import DenseGeneral, Matmul, MlpBlock
-from rosetta_t5.parallel.axis_rules import constrain, count_shards, dividing_axes
+from rosetta_t5.networks.layers.dense import DenseGeneral, MlpBlock
+from rosetta_t5.networks.layers.matmuls import exact_matmul
+from rosetta_t5.parallel.placement import constrain, count_shards, dividing_axes
 
 
 class ExpertMlpBlock(nn.Module):
@@ -30,13 +30,13 @@ class ExpertMlpBlock(nn.Module):
   Attributes:
     settings: the number of experts, and how tokens are routed.
     router: one of `ROUTERS`.
-    transpose_batch_sequence: whether inputs are [length, batch, features].
+    row_axes: the logical axes of the input's first two dimensions.
     mlp_attributes: the attributes of each expert's `MlpBlock`.
   """
 
   settings: ExpertSettings
   router: str
-  transpose_batch_sequence: bool
+  row_axes: tuple[str, str]
   mlp_attributes: dict[str, Any]
 
   @nn.compact
@@ -54,7 +54,8 @@ class ExpertMlpBlock(nn.Module):
       real_BT: which tokens are not padding; None for all.
     """
     settings = self.settings
-    inputs_BTD = inputs.swapaxes(0, 1) if self.transpose_batch_sequence else inputs
+    is_length_first = self.row_axes[0] == "length"
+    inputs_BTD = inputs.swapaxes(0, 1) if is_length_first else inputs
     group_shape = _group_shape(inputs_BTD.shape[0], inputs_BTD.shape[1], settings.router_group_size)
     x_GND = inputs_BTD.reshape(*group_shape, -1)
     x_GND = constrain(x_GND, ("batch", None, "embed"))
@@ -72,7 +73,7 @@ class ExpertMlpBlock(nn.Module):
     y_GECD = self._compute(send(x_GND.astype(dtype), routing.token_GEC), deterministic)
     y_GND = receive(y_GECD, routing, group_shape[1])
     y_BTD = constrain(y_GND, ("batch", None, "embed")).reshape(inputs_BTD.shape)
-    return y_BTD.swapaxes(0, 1) if self.transpose_batch_sequence else y_BTD
+    return y_BTD.swapaxes(0, 1) if is_length_first else y_BTD
 
   def _route(self, probs_GNE: jax.Array, real_GN: jax.Array, deterministic: bool) -> Routing:
     settings, tokens = self.settings, probs_GNE.shape[1]
@@ -130,8 +131,9 @@ class ExpertMlpBlock(nn.Module):
       spmd_axis_name=mesh_axes,
       partitioning_axis_names={"params": "expert"},
     )
+    row_axes = ("expert_replicas", "length")
     block = block_cls(
-      **self.mlp_attributes, batch_axis="expert_replicas", mlp_axis="expert_mlp", name="expert"
+      **self.mlp_attributes, row_axes=row_axes, mlp_axis="expert_mlp", name="expert"
     )
     y_EQSD = block(x_EQSD, False, deterministic)
     y_EQPCD = y_EQSD.reshape(experts, groups // parts, parts, slots, width)
@@ -173,15 +175,9 @@ class _RouterWeights(nn.Module):
       self.num_experts,
       kernel_init=nn.initializers.normal(2e-2),
       kernel_axes=("embed", "unmodeled"),
-      make_matmul=_make_exact_matmul,
+      matmul=exact_matmul,
       name="w",
     )(x_GND)
-
-
-def _make_exact_matmul(axes: tuple[str | None, ...]) -> Matmul:
-  """Returns a matmul that is not rounded to fewer than 32 bits, as GPUs do by default."""
-  del axes
-  return functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def _group_shape(rows: int, length: int, group_size: int | None) -> tuple[int, int]:

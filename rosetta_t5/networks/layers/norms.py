@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu
 from rosetta_t5.networks.layers.dense import Initializer
-from rosetta_t5.parallel.axis_rules import constrain
+from rosetta_t5.parallel.placement import constrain
 
 
 class LayerNorm(nn.Module):

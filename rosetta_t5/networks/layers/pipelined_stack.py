@@ -5,42 +5,25 @@ Results, including dropout masks, equal those of a scan.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.linen import partitioning as flax_partitioning
 from jax.ad_checkpoint import checkpoint_name
 
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dropout import BatchRows
-from rosetta_t5.parallel.mesh import BATCH_AXES, PIPELINE_AXIS, axis_names
+from rosetta_t5.parallel.mesh import PIPELINE_AXIS
 from rosetta_t5.parallel.pipeline import LAYER_INPUT, Pipeline, StageInput, choose_schedule
+from rosetta_t5.parallel.placement import current, without_batch_axes
 
 PyTree = Any
 
 # Layers that read or write these variables decode.
 _DECODING = ("cache", PRECOMPUTED)
-
-
-@contextlib.contextmanager
-def _without_batch_axes() -> Iterator[None]:
-  """Inside the `with`, no axis rule splits anything over the axes of the batch.
-
-  Outside, the batch has these axes, so that no other dimension of an activation can have them. A rule
-  like `embed` → (fsdp, context) must not apply inside either: it would take `context` from positions.
-  """
-  rules = [
-    (name, axes)
-    for name, axes in flax_partitioning.get_axis_rules()
-    if not set(axis_names(axes)) & set(BATCH_AXES)
-  ]
-  with flax_partitioning.axis_rules([*rules, ("batch", None)]):
-    yield
 
 
 def is_pipelined(module: nn.Module) -> bool:
@@ -49,7 +32,7 @@ def is_pipelined(module: nn.Module) -> bool:
   During initialization and decoding it does not: its layers are scanned, and devices send each other
   their parameters.
   """
-  if jax.sharding.get_abstract_mesh().shape.get(PIPELINE_AXIS, 1) == 1:
+  if current().mesh.shape.get(PIPELINE_AXIS, 1) == 1:
     return False
   if any(module.is_mutable_collection(name) for name in ("params", *_DECODING)):
     return False
@@ -81,7 +64,7 @@ def call_pipeline(
     ValueError: the layers or the batch cannot be divided into stages and microbatches.
   """
   config: Any = module.config
-  x_dim = 1 if config.transpose_batch_sequence else 0
+  x_dim = config.row_axes.index("batch")
   batch_size = x.shape[x_dim]
   leaves, structure = jax.tree.flatten(inputs)
   dims = jax.tree.leaves(inputs.batch_dims(x_dim))
@@ -105,12 +88,13 @@ def call_pipeline(
         output = bound(x, own)[0]
       return output, None
 
-    with _without_batch_axes():
+    with without_batch_axes():
       return jax.lax.scan(apply_layer, microbatch.activations, layers)[0]
 
   params = module.variables["params"][scan_name]
   params = jax.tree.map(lambda p: jnp.moveaxis(p, config.param_scan_axis, 0), params)
-  schedule = choose_schedule(jax.sharding.get_abstract_mesh().shape, batch_size, num_layers)
+  placement = current()
+  schedule = choose_schedule(placement.mesh.shape, batch_size, num_layers, placement.pipeline)
   batch_dims = StageInput(x_dim, [dim if dim >= 0 else None for dim in dims])
   pipeline = Pipeline(schedule, apply_layers, batch_size, batch_dims, policy)
   return pipeline(params, keys, StageInput(x, per_example), shared)

@@ -14,8 +14,8 @@ from flax.linen.partitioning import ScanIn, scan_with_axes
 
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.dense import KFAC_FACTORS
 from rosetta_t5.networks.layers.dropout import BatchRows
+from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
 
 _SAVE = jax.checkpoint_policies

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate
-from rosetta_t5.parallel.axis_rules import constrain
+from rosetta_t5.parallel.placement import constrain
 from rosetta_t5.training.optimizers.optimizer_def import axes_like, path_name
 
 PyTree = Any

@@ -17,7 +17,7 @@ from flax.core import unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate, near_hint
-from rosetta_t5.networks.layers.dense import KFAC_FACTORS
+from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training.optimizers import matrices
 from rosetta_t5.training.optimizers.matrices import MatrixDims
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss, axes_like, path_name

@@ -16,7 +16,7 @@ from rosetta_t5.networks.transformer import Decoder, Encoder, Transformer
 
 def call_block(layer: Any, side: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:
   """Returns the output of a layer of a user's stack, which has `config` and `relative_embedding`."""
-  length = x.shape[0 if layer.config.transpose_batch_sequence else 1]
+  length = x.shape[layer.config.row_axes.index("length")]
   if inputs.decode and inputs.cache_length:
     length = inputs.cache_length
   bias = layer.relative_embedding and layer.relative_embedding(length, length, side == "encoder")
