@@ -79,7 +79,7 @@ def accumulate_grads_microbatched(
     data_partition_spec: ignored; microbatches are sharded like the logical axis `batch`.
   """
   grads, _, metrics, mutables = step.accumulate_gradients(
-    model.loss_fn, train_state, batch, dropout_rng, num_microbatches
+    model.loss_fn, train_state, batch, dropout_rng, num_microbatches, model.pad_id
   )
   return grads, metrics, mutables or None
 
@@ -162,7 +162,9 @@ def _train_step_of_functions(
   learning_rate_fn: Any,
   num_microbatches: int | None = None,
   weight_metrics: Any = None,
+  pad_id: int = 0,
 ) -> tuple[Any, Metrics]:
+  del pad_id  # the model has it
   return train_with_lr(
     state,
     batch,

@@ -196,6 +196,21 @@ def params_of(config: T5Config) -> Any:
   return variables(Transformer(config))["params"]
 
 
+def exchange_padding(tokens: Any, pad_id: int) -> np.ndarray:
+  """Returns tokens of which 0 and `pad_id` have exchanged their meanings."""
+  return np.where(tokens == 0, pad_id, np.where(tokens == pad_id, 0, tokens))
+
+
+def with_padding(params: Any, pad_id: int) -> Any:
+  """Returns the parameters of a T5 1.1 for tokens of `exchange_padding`."""
+  tokens = exchange_padding(np.arange(VOCAB), pad_id)
+  exchanged = jax.tree.map(lambda leaf: leaf, params)  # a copy of the tree
+  exchanged["token_embedder"]["embedding"] = params["token_embedder"]["embedding"][tokens]
+  kernel_DV = params["decoder"]["logits_dense"]["kernel"]
+  exchanged["decoder"]["logits_dense"]["kernel"] = kernel_DV[:, tokens]
+  return exchanged
+
+
 def logits_of(
   module: nn.Module, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
 ) -> jax.Array:

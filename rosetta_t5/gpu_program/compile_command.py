@@ -23,6 +23,7 @@ from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
 from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.kernel_measurement import KernelChoice
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.parallel.placement import use_placement
 from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
@@ -253,7 +254,7 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   plan = Plan(dataclasses.replace(plan.resolved, arguments=arguments), gpu)
   batch = batch_shapes(model, cfg)
   kernel = None
-  if step == "train" and getattr(model.network_config, "attention_kernel", None) == "auto":
+  if step == "train" and setting_of(model.network_config, "attention_kernel") == "auto":
     name = fastest_kernel(model, plan.lengths, cfg, plan.mesh, gpu) or "xla"
     kernel = KernelChoice(name, "auto, as `plan` expects; a run measures")
     model = replace_config(model, attention_kernel=name)

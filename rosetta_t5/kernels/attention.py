@@ -198,10 +198,17 @@ class Kernel(NamedTuple):
   prepare: Callable[[Visibility], Any] = lambda visible: visible
 
 
-def attend(kernel: str, operands: Operands) -> Float[Array, "B T H K"]:
+def attend(
+  kernel: str, operands: Operands, setting: str = "attention_kernel"
+) -> Float[Array, "B T H K"]:
   """Returns the attention computed by the kernel of this name.
 
   XLA's kernel computes what only it can: with a mask instead of a `Visibility`, or with neither.
+
+  Args:
+    kernel: a name in `KERNELS`.
+    operands: what is computed.
+    setting: the setting that names the kernel, for the error.
 
   Raises:
     ValueError: the kernel cannot compute it.
@@ -209,7 +216,7 @@ def attend(kernel: str, operands: Operands) -> Float[Array, "B T H K"]:
   if not isinstance(operands.visible, Visibility):
     return _run_xla(operands)
   if problem := KERNELS[kernel].refuses(operands.case(), target_device()):
-    raise ValueError(f"attention_kernel = {kernel!r} {problem}")
+    raise ValueError(f"{setting} = {kernel!r} {problem}")
   return KERNELS[kernel].run(operands)
 
 
@@ -309,7 +316,7 @@ def _cudnn_refuses(case: AttentionCase, device: Any) -> str | None:
       ),
       (
         case.dtype != "bfloat16",
-        f"computes in bfloat16, but dtype is {case.dtype}: set dtype = 'bfloat16', or attention_kernel = "
+        f"computes in bfloat16, but the network's dtype is {case.dtype}: set that to 'bfloat16', or it to "
         "'xla'",
       ),
       (

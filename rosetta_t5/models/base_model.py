@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.models.batch_metrics import Metrics
 from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.training import losses
 
 PyTree = Any
@@ -69,7 +70,7 @@ class BaseModel(abc.ABC):
   @property
   def pad_id(self) -> int:
     """The token that is padding, by the network's config; 0 if it does not say."""
-    return getattr(self.network_config, "pad_id", 0)
+    return int(setting_of(self.network_config, "pad_id"))
 
   @property
   def has_experts(self) -> bool:

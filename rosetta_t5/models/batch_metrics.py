@@ -224,10 +224,9 @@ def _loads_by_layer(
     if path[-1] != _LOAD:
       continue
     side = path[0]
-    num_layers: int = getattr(config, f"num_{side}_layers", getattr(config, "num_layers", 0))
     # An iteration of a scan calls one layer or, under their names, several.
     first = next((int(part[7:]) for part in path if part.startswith("layers_")), 0)
-    step = num_layers // len(vector)
+    step = config.layers_of(side) // len(vector)
     for iteration in range(len(vector)):
       loads[f"{_LOAD}/{side}/layers_{first + iteration * step}"] = vector[iteration]
   return loads

@@ -105,6 +105,7 @@ class Block(nn.Module):
       row_axes=cfg.row_axes,
       fuse_qkv_params=cfg.fuse_qkv_params,
       attention_kernel=cfg.kernel,
+      kernel_setting=f"{cfg.name}.attention_kernel",
       use_bias=cfg.use_bias,
       qkv_bias=cfg.qkv_bias,
       num_kv_heads=cfg.num_kv_heads,

@@ -8,6 +8,7 @@ from flax import struct
 
 from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber, Rate, one_of
 from rosetta_t5.kernels.expert_routing import DISPATCHES, expert_slots
+from rosetta_t5.networks.other_networks import setting_of
 
 # What each layer with experts sows, [B, 2]: the tokens of a row that no expert computes, and all tokens.
 LEFT_BEHIND_BY_ROW = "left_behind_by_row"
@@ -71,10 +72,6 @@ class ExpertSettings:
     factor = self.eval_capacity_factor if deterministic else self.capacity_factor
     return expert_slots(tokens, self.num_experts, factor)
 
-  def layers_with_experts(self, side: str) -> tuple[int, ...]:
-    """Returns the numbers of these layers in the stack `side`, "encoder" or "decoder"."""
-    return expert_layers(self, side)
-
   def slots_per_token(self, length: int) -> float:
     """Returns how many slots, used or empty, the experts of a layer compute in training for a token.
 
@@ -87,18 +84,15 @@ class ExpertSettings:
 
 def has_experts(config: Any) -> bool:
   """Returns whether a network's config, which may be a user's own or None, has layers with experts."""
-  number = getattr(config, "num_experts", 0)
+  number = setting_of(config, "num_experts")
   return isinstance(number, int) and number > 0
 
 
-def expert_layers(config: Any, side: str) -> tuple[int, ...]:
+def expert_layers(config: Any, side: str) -> range:
   """Returns the numbers of the layers with experts in the stack `side`, "encoder" or "decoder"."""
   if not has_experts(config):
-    return ()
-  num_layers = getattr(config, f"num_{side}_layers", None)
-  if num_layers is None:
-    num_layers = config.num_layers if side == "decoder" else 0
-  own_period = getattr(config, "decoder_expert_layer_period", None) if side == "decoder" else None
-  period = own_period or config.expert_layer_period
-  first = config.expert_layer_offset % period
-  return tuple(range(first, num_layers, period))
+    return range(0)
+  period = config.expert_layer_period
+  if side == "decoder":
+    period = config.decoder_expert_layer_period or period
+  return range(config.expert_layer_offset % period, config.layers_of(side), period)

@@ -33,6 +33,7 @@ from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visib
 from rosetta_t5.kernels.fp8 import fp8_matmul
 from rosetta_t5.networks.config import layer_kinds, replace_config
 from rosetta_t5.networks.layers.matmuls import product
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
 from rosetta_t5.parallel.placement import target_device
 
@@ -57,7 +58,7 @@ class KernelChoice(NamedTuple):
 
 def kernel_of(config: Any) -> KernelChoice:
   """Returns the kernel that a network's config names, or the one of a network without such a setting."""
-  name = getattr(config, "attention_kernel", "xla")
+  name = setting_of(config, "attention_kernel")
   if name == "auto":
     where = "where it has been measured" if target_device().platform == "gpu" else "on a GPU"
     return KernelChoice("xla", f"auto: another kernel is chosen only {where}")
@@ -80,7 +81,7 @@ def with_measured_kernel(
     mesh: the size of each mesh axis.
   """
   config = model.network_config
-  if getattr(config, "attention_kernel", None) != "auto" or jax.default_backend() != "gpu":
+  if setting_of(config, "attention_kernel") != "auto" or jax.default_backend() != "gpu":
     return model, None
   text = ""
   if jax.process_index() == 0:
@@ -228,7 +229,7 @@ def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> 
     mesh: the size of each mesh axis.
   """
   config = model.network_config
-  if getattr(config, "matmul", None) is None or jax.default_backend() != "gpu":
+  if setting_of(config, "matmul") is None or jax.default_backend() != "gpu":
     return []
   rows = batch["decoder_target_tokens"].size // count_batch_shards(mesh)
   units = config.mlp_dim // mesh.get(MODEL_AXIS, 1)

@@ -22,6 +22,7 @@ from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.kernel_measurement import KernelChoice, kernel_of
 from rosetta_t5.networks.layers.matmuls import Axes, Matmul
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.placement import dividing_axes
 
 # Ada, Hopper and later have fp8 tensor cores.
@@ -238,11 +239,11 @@ def describe_computation(
     f"fp8 {fp8.text}",
     f"attention by {kernel.name} ({kernel.reason})",
   ]
-  if getattr(config, "fuse_qkv_params", False):
+  if setting_of(config, "fuse_qkv_params"):
     parts.append("fused qkv")
-  if getattr(config, "transpose_batch_sequence", False):
+  if setting_of(config, "transpose_batch_sequence"):
     parts.append("length before batch")
-  policy = getattr(config, "remat_policy", "none")
+  policy = setting_of(config, "remat_policy")
   if policy not in ("none", None):
     parts.append(f"remat {policy}")
   return "; ".join(parts)

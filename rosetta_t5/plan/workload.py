@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.linen.partitioning import logical_to_mesh_axes
+from jax.sharding import AbstractDevice
 
+from rosetta_t5.networks.config import NetworkConfig
 from rosetta_t5.networks.expert_settings import expert_layers
+from rosetta_t5.networks.kernel_measurement import attention_cases, usable_kernels
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
@@ -31,8 +34,6 @@ from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.traced.program import read_program, trace_loss, with_config
 from rosetta_t5.training import InferenceState, TrainState
 
-# cuDNN's attention is fused for Ampere and later.
-_CUDNN_CAPABILITY = (8, 0)
 # Used for unknown lengths. The parameters do not depend on it.
 _ANY_LENGTH = 8
 
@@ -191,26 +192,23 @@ def fastest_kernel(
 ) -> str | None:
   """Returns the attention kernel that `attention_kernel = 'auto'` is expected to measure as the fastest.
 
-  It is cuDNN's where that can compute the model, flash for packed rows and split rows, else XLA's; None
-  if the network has no choice of kernels.
+  It is the first of cuDNN's, flash and XLA's that can compute the model; None if the network has no choice
+  of kernels.
 
   Args:
     lengths: see `input_lengths`.
     cfg: the dataset, which may be packed, by SeqIO or by its task.
     mesh: the size of each mesh axis.
   """
-  config = model.network_config
-  if not hasattr(config, "attention_kernel"):
+  if not isinstance(model.network_config, NetworkConfig):
     return None
-  if getattr(model, "is_prefix_lm", False) or getattr(config, "window", None):
-    return "xla"
-  is_even = all(length % 2 == 0 for length in lengths.values())
-  fits_cudnn = is_bfloat16(config) and config.head_dim % 8 == 0 and is_even
-  is_packed = cfg.pack or "decoder_segment_ids" in (cfg.task_feature_lengths or {})
-  is_split = mesh.get(CONTEXT_AXIS, 1) > 1
-  if fits_cudnn and not is_packed and not is_split and gpu.capability >= _CUDNN_CAPABILITY:
-    return "cudnn"
-  return "flash"
+  batch = batch_shapes(lengths)
+  if cfg.pack or "decoder_segment_ids" in (cfg.task_feature_lengths or {}):
+    batch["decoder_segment_ids"] = batch["decoder_target_tokens"]
+  has_prefix = getattr(model, "is_prefix_lm", False)
+  cases = attention_cases(model.network_config, batch, mesh, has_prefix)
+  usable = usable_kernels(cases, AbstractDevice(gpu.kind, None, "gpu"))
+  return next(name for name in ("cudnn", "flash", "xla") if name in usable)
 
 
 def is_bfloat16(config: Any) -> bool:

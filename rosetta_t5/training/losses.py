@@ -171,15 +171,16 @@ def get_loss_normalizing_factor_and_weights(
   return batch[factor.name][0] if factor.name in batch else jnp.sum(weights), weights
 
 
-def with_divisors(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def with_divisors(batch: Mapping[str, jax.Array], pad_id: int = 0) -> dict[str, jax.Array]:
   """Returns a batch of B rows with the divisors of the whole batch, which its microbatches then have too.
 
-  The divisor of MEAN_PER_TOKEN, for example, is the feature of this name: B equal numbers.
+  The divisor of MEAN_PER_TOKEN, for example, is the feature of this name: B equal numbers. `pad_id` is the
+  token that has no weight in a batch without weights.
   """
   if (targets := batch.get("decoder_target_tokens")) is None:
     return dict(batch)
   divisors: dict[str, Any] = {
-    mean.name: get_loss_normalizing_factor_and_weights(mean, batch)[0] for mean in _MEANS
+    mean.name: get_loss_normalizing_factor_and_weights(mean, batch, pad_id)[0] for mean in _MEANS
   }
   return {**batch, **{name: jnp.full(len(targets), value) for name, value in divisors.items()}}
 

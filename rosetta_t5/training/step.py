@@ -38,6 +38,7 @@ def train_step(
   learning_rate_fn: Callable[[Int[Array, ""]], Float[Array, ""]],
   num_microbatches: int | None = None,
   weight_metrics: Callable[[PyTree, State, State], Metrics] | None = None,
+  pad_id: int = 0,
 ) -> tuple[State, Metrics]:
   """Returns the state after one optimizer step on `batch`, and the metrics of the batch.
 
@@ -49,9 +50,11 @@ def train_step(
     learning_rate_fn: the schedule, called with the number of completed steps.
     num_microbatches: the number of parts that the batch is split into; their gradients are summed.
     weight_metrics: called with gradients, old and new state; returns additional metrics.
+    pad_id: see `accumulate_gradients`.
   """
   learning_rate = learning_rate_fn(state.step)
-  arguments = (loss_fn, state, batch, jax.random.fold_in(rng, state.step), num_microbatches)
+  rng = jax.random.fold_in(rng, state.step)
+  arguments = (loss_fn, state, batch, rng, num_microbatches, pad_id)
   grads, loss, metrics, mutables = accumulate_gradients(*arguments)
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
@@ -64,12 +67,18 @@ def train_step(
 
 
 def _step_loss(
-  loss: jax.Array, loss_fn: LossFn, state: State, batch: Batch, rng: jax.Array, num: int | None
+  loss: jax.Array,
+  loss_fn: LossFn,
+  state: State,
+  batch: Batch,
+  rng: jax.Array,
+  num: int | None,
+  pad_id: int,
 ) -> StepLoss:
   parts = num or 1
 
   def of_first_microbatch(params: PyTree, variables: PyTree | None = None) -> jax.Array:
-    whole = with_divisors(batch) if parts > 1 else batch
+    whole = with_divisors(batch, pad_id) if parts > 1 else batch
     part = {name: value[: len(value) // parts] for name, value in whole.items()}
     part = {name: _constrain_to_batch(value) for name, value in part.items()}
     mutables = {**state.flax_mutables, **(variables or {})}
@@ -97,11 +106,13 @@ def accumulate_gradients(
   batch: Batch,
   dropout_rng: jax.Array,
   num_microbatches: int | None = None,
+  pad_id: int = 0,
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
   """Returns the gradients, the loss, the metrics and the new mutable collections of a batch.
 
   As in T5X, microbatches are contiguous slices of the batch, and each has its own dropout key.
-  Gradients are summed rather than averaged, because the loss is a sum over tokens.
+  Gradients are summed rather than averaged, because the loss is a sum over tokens. Without weights in the
+  batch, `pad_id` is the token that has none.
 
   Raises:
     ValueError: the batch cannot be split into that many equal parts.
@@ -124,7 +135,7 @@ def accumulate_gradients(
 
   parts = {
     name: value.reshape(num_microbatches, -1, *value.shape[1:])
-    for name, value in with_divisors(batch).items()
+    for name, value in with_divisors(batch, pad_id).items()
   }
   zeros = jax.tree.map(jnp.zeros_like, state.params)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)

@@ -275,6 +275,7 @@ class Trainer(BaseTrainer):
       learning_rate_fn=self._learning_rate_fn,
       num_microbatches=self._num_microbatches,
       weight_metrics=computer.compute_metrics if computer is not None else None,
+      pad_id=self._model.pad_id,
     )
     axes, batch_axes = self._train_state_axes, self._partitioner.data_partition_spec
     return self._partitioner.partition(

@@ -101,6 +101,15 @@ def test_a_vocabulary_larger_than_the_embedding_table_is_refused_with_the_line_t
     verify_matching_vocabs(config(name), model)
 
 
+def test_a_model_whose_padding_is_not_token_0_is_refused_with_the_line_to_change(
+  add_task: Callable[..., str], config: Config
+) -> None:
+  model = model_with(import_seqio().ByteVocabulary())
+  model.network_config.pad_id = 5
+  with pytest.raises(ValueError, match=r"network\.T5Config\.pad_id = 5, but .* padded with 0"):
+    verify_matching_vocabs(config(add_task(["a"])), model)
+
+
 def test_round_vocab_size_to_multiple() -> None:
   assert round_vocab_size_to_multiple(import_seqio().ByteVocabulary()) == 384
   assert round_vocab_size_to_multiple(import_seqio().ByteVocabulary(), divisor=7) == 259

@@ -15,15 +15,17 @@ from tiny_models import (
   VOCAB,
   Bigram,
   decoder_only_params,
+  exchange_padding,
   logits_of,
   make_batch,
   make_decoder_only_model,
   make_model,
   params_of,
   variables,
+  with_padding,
 )
 
-from rosetta_t5.decoding import DecodingState, beam_search
+from rosetta_t5.decoding import DecodingState, beam_search, temperature_sample
 from rosetta_t5.models.base_model import get_input_vocabulary, get_output_vocabulary
 from rosetta_t5.models.encoder_decoder import DecoderParams
 from rosetta_t5.networks.transformer import Transformer
@@ -32,6 +34,7 @@ from rosetta_t5.training.step import accumulate_gradients
 from rosetta_t5.training.train_state import TrainState
 
 BATCH = make_batch(4)
+TOKENS = [name for name in BATCH if name.endswith("_tokens")]
 TABLE = variables(Bigram())["params"]["table"]
 
 
@@ -152,6 +155,21 @@ def test_scores_of_decodes_are_those_of_teacher_forcing_with_beam_search_s_lengt
   np.testing.assert_allclose(
     scores_BN.reshape(16)[ended], (log_likelihood / penalty)[ended], rtol=1e-4
   )
+
+
+@pytest.mark.parametrize("decode_fn", [beam_search, temperature_sample])
+def test_decodes_are_the_same_if_padding_is_another_token(decode_fn):
+  def decoded(pad_id):
+    model = make_model(Transformer(T5_1_1.replace(pad_id=pad_id)), decode_fn=decode_fn)
+    params = with_padding(params_of(T5_1_1), pad_id)
+    batch = {name: exchange_padding(BATCH[name], pad_id) for name in TOKENS}
+    tokens, aux = jax.jit(model.predict_batch_with_aux)(params, batch)
+    return exchange_padding(np.asarray(tokens), pad_id), aux["scores"]
+
+  (want, want_scores), (got, scores) = decoded(0), decoded(5)
+  assert len(np.unique(want)) > 4
+  np.testing.assert_array_equal(got, want)
+  np.testing.assert_allclose(scores, want_scores, rtol=1e-5)
 
 
 def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():

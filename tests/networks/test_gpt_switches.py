@@ -225,7 +225,9 @@ def test_dropout_drops_the_same_values_when_the_length_is_first():
 
 
 def test_cudnn_without_a_gpu_is_refused_with_the_setting_to_change():
-  text = "attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
+  text = (
+    "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"
+  )
   model = make_decoder_only_model(GPT.replace(attention_kernel="cudnn"))
   with pytest.raises(ValueError, match=re.escape(text)):
     model.eval_fn(decoder_only_params(GPT), make_batch(False))

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import T5_1_1, Bigram, make_batch, make_model, make_state
+from tiny_models import (
+  T5_1_1,
+  Bigram,
+  exchange_padding,
+  make_batch,
+  make_model,
+  make_state,
+  with_padding,
+)
 
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.telemetry.metrics import set_time_metrics_duration
@@ -68,6 +76,20 @@ def test_a_mean_over_the_batch_does_not_depend_on_the_number_of_microbatches(fac
   largest = max(float(jnp.max(jnp.abs(grad))) for grad in jax.tree.leaves(expected_grads))
   compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6 * largest)
   jax.tree.map(compare, grads, expected_grads)
+
+
+def test_a_mean_without_weights_excludes_the_padding_of_the_network():
+  def loss(pad_id, num_microbatches):
+    module = Transformer(T5_1_1.replace(pad_id=pad_id))
+    model = make_model(module, loss_normalizing_factor="MEAN_PER_TOKEN")
+    state = make_state(Transformer(T5_1_1))
+    state = state.replace_params(with_padding(state.params, pad_id))
+    names = [name for name in BATCH if name.endswith("_tokens")]
+    batch = {name: exchange_padding(BATCH[name], pad_id) for name in names}
+    run = functools.partial(accumulate_gradients, model.loss_fn, pad_id=model.pad_id)
+    return float(jax.jit(run, static_argnums=3)(state, batch, KEY, num_microbatches)[1])
+
+  assert loss(5, 4) == pytest.approx(loss(0, None), rel=1e-5)
 
 
 def test_number_of_microbatches_must_divide_the_batch():

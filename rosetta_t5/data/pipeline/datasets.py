@@ -18,6 +18,7 @@ from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.data_layout import multiples_near
 
 FeatureConverterFactory = Callable[..., "seqio.FeatureConverter"]
@@ -259,7 +260,8 @@ class IterableBatches(dataset_iterator.DatasetIterator):
 
 def token_limit(model: Any) -> int | None:
   """Returns the number of token ids that a model knows; None if its network does not state it."""
-  return getattr(getattr(model, "network_config", None), "vocab_size", None)
+  limit: int | None = setting_of(model.network_config, "vocab_size")
+  return limit
 
 
 def check_ids(batch: HostBatch, data: str, vocab_size: int | None) -> None:

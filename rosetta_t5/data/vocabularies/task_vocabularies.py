@@ -10,6 +10,7 @@ from rosetta_t5.data.dataset_config import DatasetConfig, find_task_or_mixture
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.reading.files import digest_of
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.networks.other_networks import setting_of
 
 GPT2_END = "<|endoftext|>"
 
@@ -88,8 +89,8 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
   """Checks that the model's vocabularies are those of the task.
 
   Raises:
-    ValueError: the vocabularies differ, or the model's embedding table has fewer rows than the
-      vocabulary has tokens.
+    ValueError: the vocabularies differ, the model's embedding table has fewer rows than the
+      vocabulary has tokens, or its padding is not token 0.
   """
   vocabularies = get_vocabulary(cfg)
   sides = ("input", model.input_vocabulary), ("output", model.output_vocabulary)
@@ -101,7 +102,12 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
         f"{side}_vocabulary) to the task's, or choose another MIXTURE_OR_TASK_NAME."
       )
   config = model.network_config
-  rows, needed = getattr(config, "vocab_size", None), max(v.vocab_size for v in vocabularies)
+  if pad_id := setting_of(config, "pad_id"):
+    raise ValueError(
+      f"network.{type(config).__name__}.pad_id = {pad_id}, but rows of the task '{cfg.name}' are padded "
+      "with 0, as SeqIO does: set it to 0, or make batches of your own (train.get_dataset_fn)"
+    )
+  rows, needed = setting_of(config, "vocab_size"), max(v.vocab_size for v in vocabularies)
   if rows is not None and rows < needed:
     raise ValueError(
       f"The vocabulary of the task '{cfg.name}' has {needed} tokens (with its extra ids), but the "

@@ -62,6 +62,7 @@ class MultiHeadDotProductAttention(nn.Module):
       and values in cross-attention or where queries have more heads. The kernels are stacked during
       tracing; they are stored separately either way.
     attention_kernel: the kernel that computes whole sequences with a `Visibility`; see `kernels.attention`.
+    kernel_setting: the setting that names this kernel, for errors.
     use_bias: whether the four projections have biases.
     qkv_bias: whether the three projections to queries, keys and values have them.
     num_kv_heads: the number of heads of keys and values, a divisor of `num_heads`; None for as many.
@@ -85,6 +86,7 @@ class MultiHeadDotProductAttention(nn.Module):
   row_axes: tuple[str, str] = ("batch", "length")
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
+  kernel_setting: str = "attention_kernel"
   use_bias: bool = False
   qkv_bias: bool = False
   num_kv_heads: int | None = None
@@ -156,7 +158,7 @@ class MultiHeadDotProductAttention(nn.Module):
       scale_BGS = self._dropout_scale(deterministic, (batch, groups, length), rows)
       options = (scale_BGS, self.softcap, self.float32_logits)
       operands = Operands(q_BTHK, keys, values, bias, mask, *options)
-      outputs_BTHK = attend(self.attention_kernel, operands)
+      outputs_BTHK = attend(self.attention_kernel, operands, self.kernel_setting)
     if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
