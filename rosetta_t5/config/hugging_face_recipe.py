@@ -16,6 +16,7 @@ from rosetta_t5.files import read_json_object
 _SENTENCEPIECE = ("spiece.model", "sentencepiece.model", "tokenizer.model")
 _SENTINEL = re.compile(r"<extra_id_\d+>")
 _DEFAULT_LENGTHS = {"inputs": 512, "targets": 128}
+_LONGEST_ROW = 2048  # of decoders, some of which have more positions than fit into memory
 _MAX_LENGTH = 1 << 20  # Tokenizers without a limit state 1e30.
 # Entries of generation_config.json that decode functions have under the same name, with their defaults.
 _CONTROLS: dict[str, Any] = {
@@ -103,7 +104,7 @@ class _Folder:
 
   def _network(self, vocabulary: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of the network's config."""
-    rates = ("dropout_rate", "resid_pdrop", "resid_dropout")
+    rates = ("dropout_rate", "resid_pdrop", "resid_dropout", "attention_dropout")
     rate = next((self.config[name] for name in rates if name in self.config), 0.1)
     network = self.network | {"dtype": "float32", "dropout_rate": rate}
     if vocabulary == "data.tokenizer_vocabulary":  # T5's extra ids are not always used.
@@ -210,7 +211,7 @@ class _Folder:
   def _lengths(self) -> dict[str, int]:
     """Returns the numbers of tokens of inputs and targets: the folder's limits, if it states them."""
     if self.is_decoder:
-      return {"targets": self.network["max_length"]}
+      return {"targets": min(self.network["max_length"], _LONGEST_ROW)}
     inputs = self.tokenizer_config.get("model_max_length") or self.config.get("n_positions") or 0
     # max_length counts the start token.
     targets = self.generation.get("max_new_tokens") or (self.generation.get("max_length") or 1) - 1

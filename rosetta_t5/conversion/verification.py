@@ -8,7 +8,6 @@ too large for that, its arrays are compared one by one.
 import dataclasses
 import importlib.metadata
 import importlib.util
-import json
 import os
 from typing import Any
 
@@ -155,7 +154,7 @@ def _transformers_outputs(
   import torch
   import transformers
 
-  config = json.loads((epath.Path(folder) / hugging_face_folder.CONFIG).read_text())
+  config = hugging_face_folder.read_config(epath.Path(folder) / hugging_face_folder.CONFIG)
   name = hugging_face_folder.architecture(config["model_type"], settings.network)
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens

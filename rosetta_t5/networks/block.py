@@ -106,7 +106,7 @@ class Block(nn.Module):
       fuse_qkv_params=cfg.fuse_qkv_params,
       attention_kernel=cfg.kernel,
       kernel_setting=f"{cfg.name}.attention_kernel",
-      use_bias=cfg.use_bias,
+      use_bias=cfg.use_bias or cfg.attention_bias,
       qkv_bias=cfg.qkv_bias,
       num_kv_heads=cfg.num_kv_heads,
       query_divisor=divisor if cfg.query_scale is None else 1 / cfg.query_scale,
@@ -124,7 +124,7 @@ class Block(nn.Module):
       "intermediate_dropout_rate": cfg.dropout_rate,
       "dtype": cfg.dtype,
       "matmul": cfg.matmul,
-      "use_bias": cfg.use_bias,
+      "use_bias": cfg.use_bias or cfg.mlp_bias,
     }
     if cfg.init_stddev is not None:
       attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)

@@ -78,6 +78,8 @@ class NetworkConfig(ExpertSettings):
     logit_softcap: the same for the logits of the output layer.
     use_bias: whether all projections but the output layer have biases.
     qkv_bias: whether those of queries, keys and values have them.
+    attention_bias: whether all four of attention have them.
+    mlp_bias: whether those of feed-forward blocks have them.
     positions: 'relative' adds T5's bias to attention logits; 'learned' adds a learned vector to each
       token's embedding; 'rotary' rotates queries and keys.
     num_buckets: the number of buckets of T5's relative bias.
@@ -137,6 +139,8 @@ class NetworkConfig(ExpertSettings):
   logit_softcap: PositiveNumber | None = None
   use_bias: bool = False
   qkv_bias: bool = False
+  attention_bias: bool = False
+  mlp_bias: bool = False
   positions: Annotated[str, one_of(POSITIONS)] = "relative"
   num_buckets: Positive = 32
   max_distance: Positive = 128
@@ -262,6 +266,10 @@ class NetworkConfig(ExpertSettings):
     """Returns the number of layers of the stack `side`, "encoder" or "decoder"."""
     raise NotImplementedError
 
+  def of_side(self, side: str) -> NetworkConfig:
+    """Returns the config of the stack `side`, "encoder" or "decoder"."""
+    return self
+
 
 @struct.dataclass(kw_only=True)
 class T5Config(NetworkConfig):
@@ -270,14 +278,35 @@ class T5Config(NetworkConfig):
   Attributes:
     num_encoder_layers: the number of encoder layers.
     num_decoder_layers: the number of decoder layers.
+    encoder: the fields that have other values in the encoder, such as {'emb_dim': 3584} (T5Gemma 9b-2b).
   """
 
   num_encoder_layers: NonNegative = 6
   num_decoder_layers: NonNegative = 6
+  encoder: Mapping[str, Any] | None = None
+
+  def __post_init__(self) -> None:
+    """Refuses settings that the layers do not support or that contradict each other."""
+    super().__post_init__()
+    for name in self.encoder or {}:
+      check_one_of(f"{self.name}.encoder", name, [field.name for field in dataclasses.fields(self)])
+    encoder = self.of_side("encoder")
+    sizes = [(cfg.vocab_size, cfg.emb_dim) for cfg in (encoder, self)]
+    if self.shared_embedding and sizes[0] != sizes[1]:
+      raise ValueError(
+        f"{self.name}.shared_embedding = True needs one vocab_size and emb_dim for encoder and decoder, "
+        f"got {sizes[0]} and {sizes[1]}: set it to False"
+      )
 
   def layers_of(self, side: str) -> int:
     """Returns the number of layers of the stack `side`, "encoder" or "decoder"."""
     return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
+
+  def of_side(self, side: str) -> NetworkConfig:
+    """Returns the config of the stack `side`, "encoder" or "decoder"."""
+    if side == "decoder" or not self.encoder:
+      return self
+    return dataclasses.replace(self, **{**self.encoder, "encoder": None})
 
 
 @struct.dataclass(kw_only=True)
@@ -335,6 +364,7 @@ class LayerKind(NamedTuple):
 
 def layer_kinds(config: NetworkConfig, side: str) -> tuple[LayerKind, ...]:
   """Returns the kinds of the layers of the stack `side`, "encoder" or "decoder"."""
+  config = config.of_side(side)
   with_experts = expert_layers(config, side)
   scaling = tuple(sorted((config.rope_scaling or {}).items()))
   ropes = {"global": Rope(config.rope_theta, config.rope_interleaved, scaling)}

@@ -106,24 +106,29 @@ def attention_cases(
   sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
   lengths = {side: batch[name].shape[1] for side, name in sides.items() if name in batch}
   size, shards = batch["decoder_target_tokens"].shape[0], mesh.get(MODEL_AXIS, 1)
-  # If the heads cannot be split, each device computes all of them.
-  shards = 1 if config.kv_heads % shards else shards
-  make = functools.partial(
-    AttentionCase,
-    batch=max(1, min(size // count_batch_shards(mesh), _LARGEST_BATCH)),
-    heads=config.num_heads // shards,
-    kv_heads=config.kv_heads // shards,
-    head_dim=config.head_dim,
-    dtype=jnp.dtype(config.dtype).name,
-    packed="decoder_segment_ids" in batch,
-    softcap=config.attention_softcap,
-    context_shards=mesh.get(CONTEXT_AXIS, 1),
-  )
+
+  def make(side: str, **attributes: Any) -> AttentionCase:
+    cfg = config.of_side(side)
+    # If the heads cannot be split, each device computes all of them.
+    parts = 1 if cfg.kv_heads % shards else shards
+    return AttentionCase(
+      batch=max(1, min(size // count_batch_shards(mesh), _LARGEST_BATCH)),
+      heads=cfg.num_heads // parts,
+      kv_heads=cfg.kv_heads // parts,
+      head_dim=cfg.head_dim,
+      dtype=jnp.dtype(cfg.dtype).name,
+      packed="decoder_segment_ids" in batch,
+      softcap=cfg.attention_softcap,
+      context_shards=mesh.get(CONTEXT_AXIS, 1),
+      **attributes,
+    )
+
   cases = []
   for side, length in reversed(lengths.items()):
     kinds = layer_kinds(config, side)
     for window, layers in collections.Counter(kind.window for kind in kinds).items():
       case = make(
+        side,
         queries=length,
         keys=length,
         layers=layers,
@@ -134,7 +139,7 @@ def attention_cases(
       )
       cases.append(case)
     if crossing := sum(kind.crosses for kind in kinds):
-      cases.append(make(queries=length, keys=lengths["encoder"], layers=crossing))
+      cases.append(make(side, queries=length, keys=lengths["encoder"], layers=crossing))
   return cases
 
 

@@ -218,7 +218,7 @@ class Transformer(nn.Module):
     shared = make_token_embedder(self.config) if self.config.shared_embedding else None
     if shared is not None:
       self.token_embedder = shared
-    self.encoder = Encoder(self.config, shared)
+    self.encoder = Encoder(self.config.of_side("encoder"), shared)
     self.decoder: Any = Decoder(self.config, shared)
 
   @property

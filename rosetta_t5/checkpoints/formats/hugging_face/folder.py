@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from safetensors.numpy import save_file
 
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
-from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face import layer_settings, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE, find_family
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
 from rosetta_t5.files import expect_content, read_json_object
@@ -45,7 +46,12 @@ _NOT_KEPT = (
   "scale_decoder_outputs",
   "attention_layers",
   name_tables.PADDING_IS_TOKEN_0,
+  *layer_settings.SUPERSEDED,
 )
+# Entries beside the text part of a multimodal config.json that belong to the text too.
+_TEXT_ENTRIES = re.compile(r"\w+_token_id|(torch_)?dtype|tie_word_embeddings|quantization_config")
+_TEXT_WEIGHTS = re.compile(r"^(language_model\.model|model\.language_model)\.")
+_VISION_WEIGHTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def local_folder(source: epath.PathLike) -> str:
@@ -116,10 +122,17 @@ def read_config(file: epath.PathLike) -> dict[str, Any]:
     ValueError: the model is of another family, or computes something that our networks do not.
   """
   config = read_json_object(file)
+  if isinstance(text := config.get("text_config"), dict):  # a multimodal model
+    others = {key: value for key, value in config.items() if _TEXT_ENTRIES.fullmatch(key)}
+    config = {**text, **others, "model_type": f"{config.get('model_type')}_text"}
   name = str(config.get("model_type"))
   if name not in MODEL_TYPES:
     raise ValueError(f"{file}: model_type must be one of {', '.join(MODEL_TYPES)}, got {name!r}")
-  for key, value in BY_MODEL_TYPE[name].FIXED.items():
+  family = BY_MODEL_TYPE[name]
+  config = {**family.CLASS_DEFAULTS.get(name, {}), **config}
+  if family.CLASS_DEFAULTS and config.get("pad_token_id") == 0:
+    config[name_tables.PADDING_IS_TOKEN_0] = True
+  for key, value in {"quantization_config": None, **family.FIXED}.items():
     if config.get(key, value) != value:
       raise ValueError(
         f"{file}: {key} must be {value}, got {config[key]!r}, which this project's {name} does not support"
@@ -138,7 +151,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   config = read_config(root / CONFIG)
   family = BY_MODEL_TYPE[config["model_type"]]
   # Transformers adds this prefix where a GPT is saved with its output layer.
-  weights = {name.removeprefix("transformer."): x for name, x in _read_weights(root).items()}
+  weights = {name.removeprefix("transformer."): x for name, x in _text_weights(root).items()}
   used = {name: array for name, array in weights.items() if not family.IGNORED.fullmatch(name)}
   arrays: dict[str, StoredArray] = family.read_arrays(used, config)
   network_settings(root / CONFIG, config, arrays)
@@ -236,6 +249,25 @@ def tokenizer_files(path: epath.PathLike | None) -> list[epath.Path]:
   if not given.is_dir():
     return [given]
   return sorted(file for file in given.iterdir() if _TOKENIZER.fullmatch(file.name))
+
+
+def _text_weights(root: epath.Path) -> dict[str, StoredArray]:
+  """Returns the weights of a folder; of a multimodal model, those of its text part."""
+  weights = _read_weights(root)
+  text = {
+    _TEXT_WEIGHTS.sub("model.", name).removeprefix("language_model."): x
+    for name, x in weights.items()
+    if not _VISION_WEIGHTS.fullmatch(name)
+  }
+  if skipped := len(weights) - len(text):
+    _note_skipped_vision(os.fspath(root), skipped)
+  return text
+
+
+@functools.cache
+def _note_skipped_vision(root: str, count: int) -> None:
+  text = f"note: {root}: only text is supported, so {count} weights for images are skipped"
+  terminal.print_line(text, sys.stderr)
 
 
 def _read_weights(folder: epath.Path) -> dict[str, StoredArray]:

@@ -169,6 +169,41 @@ def start_token(config: Config) -> int:
   return 0
 
 
+def layer_pattern(kinds: Sequence[str], layers: int, entry: str) -> tuple[str, ...]:
+  """Returns the shortest pattern whose repetition is the kinds of all layers.
+
+  Raises:
+    ValueError: `entry` of config.json has another number of them.
+  """
+  if len(kinds) != layers:
+    raise ValueError(f"{entry} must name the kind of each of {layers} layers, got {len(kinds)}")
+  period = next(
+    n for n in range(1, layers + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
+  )
+  return tuple(kinds[:period])
+
+
+def without_tied_head(
+  arrays: dict[str, StoredArray], embedding: str, head: str, config: Config
+) -> dict[str, StoredArray]:
+  """Returns arrays without an output layer that is the embedding table too.
+
+  Raises:
+    ValueError: there is none, although `tie_word_embeddings` is False.
+  """
+  is_tied = config["tie_word_embeddings"]
+  if head not in arrays and not is_tied:
+    raise ValueError(
+      "tie_word_embeddings is False, but the folder has no weights of an output layer"
+    )
+  if head in arrays and is_tied:
+    kernel = arrays.pop(head)
+    # As in Transformers 5, an output layer that differs is used although the config says that it is tied.
+    if not are_equal(lazy_arrays.transpose(kernel), arrays[embedding]):
+      arrays[head] = kernel
+  return arrays
+
+
 def our_activation(entry: str, name: str) -> str:
   """Returns this project's name of the activation in an entry of config.json.
 

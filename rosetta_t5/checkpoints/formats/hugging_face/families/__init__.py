@@ -8,6 +8,7 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
   SHIFTS_IDS        whether our ids are one higher, because id 0 is not padding there
   EMBEDDING         our name of the table of tokens, whose dtype is the model's
   FIXED             entries of config.json with the only value that our networks support, the default
+  CLASS_DEFAULTS    {model_type: entries of config.json that mean this where a folder leaves them out}
   DEFAULTS          entries of config.json for a model that does not come from one
   SIZES             {model_type: {entry of config.json: field of the network's config}} of the sizes
   IGNORED           a compiled pattern of Transformers' names that are no weights, or that it ignores

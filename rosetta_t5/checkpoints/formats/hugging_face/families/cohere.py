@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
-from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face import layer_settings, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.config import TransformerConfig
 
@@ -21,6 +21,7 @@ FIXED = {
   "tie_word_embeddings": True,
   "pad_token_id": 0,
 }
+CLASS_DEFAULTS: dict[str, Config] = {}
 DEFAULTS: Config = {"bos_token_id": 5, "eos_token_id": 255001}
 SIZES = {
   "cohere": {
@@ -88,8 +89,8 @@ def sizes(arrays: Arrays) -> dict[str, int]:
 def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of TransformerConfig for a config.json and its arrays."""
   found, heads = sizes(arrays), config["num_attention_heads"]
-  rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-  theta = rope.pop("rope_theta", config.get("rope_theta", 10_000.0))
+  rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  theta, scaling = layer_settings.read_rope(rope, config)
   activation = name_tables.our_activation("hidden_act", config.get("hidden_act", "silu"))
   return {
     **found,
@@ -101,7 +102,7 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
     "norm_epsilon": config.get("layer_norm_eps", 1e-5),
     "logit_scale": config.get("logit_scale", 0.0625),
     "rope_theta": theta,
-    "rope_scaling": rope or None,
+    "rope_scaling": scaling,
     "max_length": config.get("max_position_embeddings", 8192),
     "decoder_start_token_id": name_tables.start_token(config),
   }

@@ -27,6 +27,7 @@ FIXED = {
   "tie_word_embeddings": True,
 }
 DEFAULTS: Config = {}
+CLASS_DEFAULTS: dict[str, Config] = {}
 SIZES = {
   "gpt2": {
     "n_embd": "emb_dim",
@@ -71,7 +72,7 @@ _GPT2_END = 50256
 
 
 def has(arrays: Arrays) -> bool:
-  """Returns whether weights have no encoder."""
+  """Returns whether weights have no encoder. Those of other decoders are looked for before."""
   return not any(name.startswith("target/encoder/") for name in arrays)
 
 
@@ -143,14 +144,8 @@ def _local_layers(config: Config) -> dict[str, Any]:
   kinds = [kind for group, times in types for kind in group * min(times, layers + 1)]
   if "local" not in kinds:
     return {}
-  if len(kinds) != layers:
-    raise ValueError(
-      f"attention_types must name the kind of each of {layers} layers, got {len(kinds)}: {types}"
-    )
-  period = next(
-    n for n in range(1, layers + 1) if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
-  )
-  return {"window": config.get("window_size", 256), "layer_pattern": tuple(kinds[:period])}
+  pattern = name_tables.layer_pattern(kinds, layers, "attention_types")
+  return {"window": config.get("window_size", 256), "layer_pattern": pattern}
 
 
 def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:

@@ -25,6 +25,7 @@ MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransfo
 IS_DECODER = False
 SHIFTS_IDS = False
 FIXED = {"router_bias": False}
+CLASS_DEFAULTS: dict[str, Config] = {}
 DEFAULTS = {"dropout_rate": 0.1, "initializer_factor": 1.0, "pad_token_id": 0, "eos_token_id": 1}
 _SIZES = {
   "vocab_size": "vocab_size",
@@ -55,8 +56,9 @@ _EXPERT_CAPACITY = 64  # the default of Transformers
 
 
 def has(arrays: Arrays) -> bool:
-  """Returns whether weights have an encoder."""
-  return any(name.startswith("target/encoder/") for name in arrays)
+  """Returns whether weights have an encoder, whose blocks have one norm each."""
+  names = [name for name in arrays if name.startswith("target/encoder/")]
+  return bool(names) and not any("/post_attention_layer_norm/" in name for name in names)
 
 
 def _weight_table(model_type: str) -> list[WeightMapping]:

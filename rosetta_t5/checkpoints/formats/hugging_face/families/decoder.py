@@ -1,0 +1,148 @@
+"""Reads and writes the weights of Transformers' Llama 3, Qwen 2.5 and 3, Gemma 2 and 3 as those of a decoder.
+
+If a folder has no padding token, or another one than token 0, our ids are one higher than its ids. Row 0 of our
+tables is then a copy of the row that starts texts, which nothing reads.
+"""
+
+import re
+from typing import Any
+
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.parameter_trees import HEAD
+from rosetta_t5.checkpoints.formats.hugging_face import layer_settings, name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
+from rosetta_t5.networks.config import TransformerConfig
+
+MODEL_TYPES = {
+  "llama": "LlamaForCausalLM",
+  "qwen2": "Qwen2ForCausalLM",
+  "qwen3": "Qwen3ForCausalLM",
+  "gemma2": "Gemma2ForCausalLM",
+  "gemma3_text": "Gemma3ForCausalLM",
+}
+IS_DECODER = True
+SHIFTS_IDS = True
+EMBEDDING = "target/decoder/token_embedder/embedding"
+FIXED: Config = {}
+DEFAULTS: Config = {}
+CLASS_DEFAULTS = {name: layer_settings.CLASS_DEFAULTS[name] for name in MODEL_TYPES}
+SIZES: dict[str, Any] = {name: {} for name in MODEL_TYPES}  # make_config writes them
+IGNORED = re.compile(r".*\.inv_freq")
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LLAMA_NORMS = {
+  "input_layernorm": "pre_self_attention_layer_norm",
+  "post_attention_layernorm": "pre_mlp_layer_norm",
+}
+_GEMMA_NORMS = {
+  "input_layernorm": "pre_self_attention_layer_norm",
+  "post_attention_layernorm": "post_self_attention_layer_norm",
+  "pre_feedforward_layernorm": "pre_mlp_layer_norm",
+  "post_feedforward_layernorm": "post_mlp_layer_norm",
+}
+
+
+def has(arrays: Arrays) -> bool:
+  """Returns whether weights are a decoder's with two norms in each layer, a gated block, and no positions."""
+  first = "target/decoder/layers_0"
+  needed = (f"{first}/pre_mlp_layer_norm/scale", f"{first}/mlp/wi_1/kernel", EMBEDDING)
+  return all(name in arrays for name in needed) and not any(
+    name.startswith("target/encoder/") or name.endswith(("_embedding", "_norm/bias"))
+    for name in arrays
+  )
+
+
+def _weight_table(model_type: str) -> list[WeightMapping]:
+  norms = _GEMMA_NORMS if model_type.startswith("gemma") else _LLAMA_NORMS
+  return [
+    WeightMapping(_TABLE, (EMBEDDING,)),
+    WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
+    *layer_settings.layer_table("model", "decoder", norms),
+  ]
+
+
+def sizes(arrays: Arrays) -> dict[str, int]:
+  """Returns the fields of TransformerConfig that the shapes of arrays in the plain tree show."""
+  layers = name_tables.count_layers(arrays, "target/decoder/layers_")
+  return {**layer_settings.stack_sizes(arrays, "decoder", EMBEDDING), "num_layers": layers}
+
+
+def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
+  """Returns the fields of TransformerConfig for a config.json and its arrays."""
+  found = sizes(arrays)
+  is_shifted = not config.get(name_tables.PADDING_IS_TOKEN_0)
+  theirs = {**config, "vocab_size": found["vocab_size"] - is_shifted}
+  return {
+    **found,
+    **layer_settings.read_layers(config, found["emb_dim"], found["num_layers"]),
+    "logits_via_embedding": HEAD not in arrays,
+    "padding_never_follows": is_shifted,
+    "decoder_start_token_id": name_tables.start_token(theirs) + is_shifted,
+  }
+
+
+def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
+  """Returns {our name: array} for {Transformers' name: array}; the values are read later.
+
+  Raises:
+    ValueError: weights are missing, or belong to another architecture.
+  """
+  weights, model_type = dict(weights), config["model_type"]
+  if not config.get(name_tables.PADDING_IS_TOKEN_0):
+    for name in {_TABLE, _HEAD} & weights.keys():
+      rows = weights[name].shape[0]
+      start = name_tables.start_token({**config, "vocab_size": rows})
+      first = lazy_arrays.slice_axis(weights[name], 0, start, start + 1)
+      weights[name] = lazy_arrays.concatenate([first, weights[name]], 0)
+  arrays = name_tables.from_transformers(weights, _weight_table(model_type), model_type)
+  return name_tables.without_tied_head(arrays, EMBEDDING, HEAD, config)
+
+
+def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: Config) -> str:
+  """Returns the type of a model: that of the config.json that it came with, if it fits, else the first that does.
+
+  Raises:
+    ValueError: the network's settings are not known, or Transformers' models do not have them.
+  """
+  if network is None:
+    raise ValueError(
+      "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
+      "config.gin of the run that trained it, or to the config.json that it came with"
+    )
+  wrong = {name: layer_settings.wrong_fields(network, name) for name in MODEL_TYPES}
+  for name in (str(source.get("model_type")), *MODEL_TYPES):
+    if wrong.get(name) == []:
+      return name
+  nearest = min(wrong, key=lambda name: len(wrong[name]))
+  raise ValueError(f"Transformers' {nearest} needs other values of {', '.join(wrong[nearest])}")
+
+
+def make_config(
+  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config, is_shifted: bool
+) -> dict[str, Any]:
+  """Returns the entries of config.json that are the family's; see `families`."""
+  if wrong := layer_settings.wrong_fields(network, model_type):
+    raise ValueError(f"Transformers' {model_type} needs other values of {', '.join(wrong)}")
+  start = network.decoder_start_token_id
+  ids: dict[str, Any] = {}
+  if not is_shifted:
+    ids["pad_token_id"] = 0
+  if not source:  # The ids are those of a SentencePiece vocabulary, whose padding starts texts.
+    ids |= {name_tables.PADDING_IS_TOKEN_0: not is_shifted, "eos_token_id": 1}
+    ids["bos_token_id"] = (start or 0) - is_shifted
+  return {
+    **layer_settings.write_layers(network, "decoder", model_type),
+    "vocab_size": network.vocab_size - is_shifted,
+    "tie_word_embeddings": HEAD not in arrays,
+    **ids,
+  }
+
+
+def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
+  """Returns {Transformers' name: array} for weights in the plain tree."""
+  model_type = config["model_type"]
+  theirs = name_tables.to_transformers(arrays, _weight_table(model_type), model_type)
+  for name in {_TABLE, _HEAD} & theirs.keys():
+    rows = theirs[name].shape[0]
+    theirs[name] = lazy_arrays.slice_axis(theirs[name], 0, rows - config["vocab_size"], rows)
+  return theirs

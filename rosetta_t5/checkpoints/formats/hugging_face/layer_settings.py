@@ -1,0 +1,365 @@
+"""The entries of config.json that describe the layers of Llama, Qwen and Gemma, and their weights.
+
+Transformers 4 and 5 name some of these entries differently (`rope_scaling` and `rope_parameters`,
+`sliding_window_pattern` and `layer_types`). Both are read, and those of Transformers 5 are written.
+"""
+
+import re
+from typing import Any
+
+from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
+from rosetta_t5.networks.config import NetworkConfig
+
+# What an entry means that a folder leaves out, by model_type.
+_LLAMA: dict[str, Any] = {
+  "num_attention_heads": 32,
+  "hidden_act": "silu",
+  "max_position_embeddings": 2048,
+  "rms_norm_eps": 1e-6,
+  "attention_dropout": 0.0,
+  "tie_word_embeddings": False,
+  "rope_theta": 10_000.0,
+}
+_QWEN: dict[str, Any] = _LLAMA | {
+  "num_key_value_heads": 32,
+  "max_position_embeddings": 32768,
+  "sliding_window": 4096,
+  "max_window_layers": 28,
+}
+_GEMMA: dict[str, Any] = {
+  "num_attention_heads": 8,
+  "num_key_value_heads": 4,
+  "head_dim": 256,
+  "hidden_activation": "gelu_pytorch_tanh",
+  "rms_norm_eps": 1e-6,
+  "attention_dropout": 0.0,
+  "query_pre_attn_scalar": 256,
+  "sliding_window": 4096,
+  "sliding_window_pattern": 2,
+  "tie_word_embeddings": True,
+  "pad_token_id": 0,
+  "eos_token_id": 1,
+  "bos_token_id": 2,
+}
+_GEMMA_2: dict[str, Any] = _GEMMA | {
+  "attn_logit_softcapping": 50.0,
+  "final_logit_softcapping": 30.0,
+  "max_position_embeddings": 8192,
+  "rope_theta": 10_000.0,
+}
+CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+  "llama": _LLAMA | {"bos_token_id": 1, "eos_token_id": 2},
+  "qwen2": _QWEN,
+  "qwen3": _QWEN | {"head_dim": 128},
+  "gemma2": _GEMMA_2,
+  "gemma3_text": _GEMMA
+  | {
+    "sliding_window_pattern": 6,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+  },
+  "t5_gemma_module": _GEMMA_2,
+}
+# Entries of Transformers 4 that are not written.
+SUPERSEDED = (
+  *("rope_scaling", "rope_theta", "rope_local_base_freq", "sliding_window_pattern"),
+  *("use_sliding_window", "hidden_act", "hidden_activation"),
+)
+_READ = {
+  *(name for entries in CLASS_DEFAULTS.values() for name in entries),
+  *SUPERSEDED,
+  *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+  *("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "dropout_rate"),
+  name_tables.PADDING_IS_TOKEN_0,
+}
+# Entries that do not change the logits.
+_HARMLESS = re.compile(
+  r"_.*|.*_token_id|architectures|(torch_)?dtype|transformers_version|use_cache|initializer_\w+|"
+  r"(attention|classifier)_dropout\w*|id2label|label2id|problem_type|cache_implementation|"
+  r"pretraining_tp|output_\w+|return_dict\w*|tokenizer_class|task_specific_params|unsloth_\w+|"
+  r"is_(encoder_)?decoder|cross_attention_hidden_size|do_sample|temperature|top_[kp]|max_length|"
+  r"(max|min)_new_tokens|num_beams|repetition_penalty|length_penalty|suppress_tokens"
+)
+_ROPE_ENTRIES = {
+  "default": (),
+  "linear": ("factor",),
+  "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_MATRICES = {
+  "self_attn.q_proj": "{attention}/query",
+  "self_attn.k_proj": "{attention}/key",
+  "self_attn.v_proj": "{attention}/value",
+  "self_attn.o_proj": "{attention}/out",
+  "mlp.gate_proj": "mlp/wi_0",
+  "mlp.up_proj": "mlp/wi_1",
+  "mlp.down_proj": "mlp/wo",
+}
+_HEAD_NORMS = {
+  "self_attn.q_norm": "{attention}/query_norm",
+  "self_attn.k_norm": "{attention}/key_norm",
+}
+
+
+def check_entries(config: Config) -> None:
+  """Raises ValueError if a config.json has entries of which it is not known what they change."""
+  for name, value in config.items():
+    if value and name not in _READ and not _HARMLESS.fullmatch(name):
+      raise ValueError(
+        f"{name} = {value!r} is not supported for {config['model_type']}: it may change what the model computes"
+      )
+
+
+def layer_table(
+  theirs: str, side: str, norms: Config, crosses: bool = False
+) -> list[WeightMapping]:
+  """Returns the weights of a stack's layers and its last norm.
+
+  Args:
+    theirs: Transformers' prefix of the stack, such as "model".
+    side: ours, "encoder" or "decoder".
+    norms: {Transformers' name: ours} of a layer's norms, without the endings.
+    crosses: whether the layers attend to encoded inputs.
+  """
+  attention = "attention" if side == "encoder" else "self_attention"
+  layer, ours = f"{theirs}.layers.{{n}}", f"target/{side}/layers_{{n}}"
+  matrices = {name: value.format(attention=attention) for name, value in _MATRICES.items()}
+  if crosses:
+    matrices |= {
+      name.replace("self_attn", "cross_attn"): value.replace(attention, "encoder_decoder_attention")
+      for name, value in matrices.items()
+      if name.startswith("self_attn")
+    }
+  optional = {name: value.format(attention=attention) for name, value in _HEAD_NORMS.items()}
+  scales = {f"{theirs}.norm.weight": f"target/{side}/{side}_norm/scale"}
+  scales |= {f"{layer}.{name}.weight": f"{ours}/{value}/scale" for name, value in norms.items()}
+  optional = {f"{layer}.{name}.weight": f"{ours}/{x}/scale" for name, x in optional.items()}
+  optional |= {f"{layer}.{name}.bias": f"{ours}/{value}/bias" for name, value in matrices.items()}
+  return [
+    *(
+      WeightMapping(f"{layer}.{name}.weight", (f"{ours}/{value}/kernel",), is_transposed=True)
+      for name, value in matrices.items()
+    ),
+    *(WeightMapping(name, (value,)) for name, value in scales.items()),
+    *(WeightMapping(name, (value,), is_required=False) for name, value in optional.items()),
+  ]
+
+
+def stack_sizes(arrays: Arrays, side: str, embedding: str) -> dict[str, int]:
+  """Returns the fields of a network's config that the shapes of a stack's arrays show."""
+  rows, width = arrays[embedding].shape
+  return {
+    "vocab_size": rows,
+    "emb_dim": width,
+    "mlp_dim": arrays[f"target/{side}/layers_0/mlp/wi_0/kernel"].shape[1],
+  }
+
+
+def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
+  """Returns the fields of `NetworkConfig` for the layers of a stack.
+
+  Args:
+    config: its entries of config.json, with the defaults of their class.
+    width: the size of its embeddings.
+    layers: their number.
+
+  Raises:
+    ValueError: the networks lack a setting.
+  """
+  check_entries(config)
+  heads = config["num_attention_heads"]
+  head_dim = config.get("head_dim") or width // heads
+  is_gemma = "query_pre_attn_scalar" in config
+  entry = "hidden_activation" if is_gemma else "hidden_act"
+  return {
+    "positions": "rotary",
+    "num_heads": heads,
+    "num_kv_heads": config.get("num_key_value_heads") or heads,
+    "head_dim": head_dim,
+    "mlp_activations": (name_tables.our_activation(entry, config[entry]), "linear"),
+    "norm": "rms_plus_one" if is_gemma else "rms",
+    "norm_epsilon": config["rms_norm_eps"],
+    "post_norms": is_gemma,
+    "scale_queries": not is_gemma,
+    "query_scale": config["query_pre_attn_scalar"] ** -0.5 if is_gemma else None,
+    "embedding_scale": width**0.5 if is_gemma else 1.0,
+    "attention_softcap": config.get("attn_logit_softcapping"),
+    "logit_softcap": config.get("final_logit_softcapping"),
+    "qk_norm": config["model_type"] in ("qwen3", "gemma3_text"),
+    "qkv_bias": config["model_type"] == "qwen2",
+    "attention_bias": bool(config.get("attention_bias")),
+    "mlp_bias": bool(config.get("mlp_bias")),
+    "divide_tied_logits": False,
+    "max_length": config["max_position_embeddings"],
+    **_read_windows(config, layers),
+    **_read_ropes(config),
+  }
+
+
+def _read_windows(config: Config, layers: int) -> dict[str, Any]:
+  """Returns the window of the local layers, and which layers are local."""
+  types = config.get("layer_types")
+  if types is None and "max_window_layers" in config:  # Qwen
+    first = config["max_window_layers"] if config.get("use_sliding_window") else layers
+    types = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+  elif types is None:
+    period = config.get("sliding_window_pattern", 1)
+    types = [f"{'sliding' if (n + 1) % period else 'full'}_attention" for n in range(layers)]
+  for name in types:
+    check_one_of("layer_types", name, ("full_attention", "sliding_attention"))
+  kinds = ["local" if name == "sliding_attention" else "global" for name in types[:layers]]
+  if "local" not in kinds:
+    return {"window": None, "layer_pattern": ("global",)}
+  return {
+    "window": config["sliding_window"],
+    "layer_pattern": name_tables.layer_pattern(kinds, layers, "layer_types"),
+  }
+
+
+def _read_ropes(config: Config) -> dict[str, Any]:
+  """Returns the frequencies of rotary positions."""
+  parameters = config.get("rope_parameters") or {}
+  scaling = config.get("rope_scaling") or {}
+  local = parameters.get("sliding_attention") or {}
+  full = {**(parameters.get("full_attention") or {}), **scaling}
+  if config["model_type"] != "gemma3_text":
+    full = scaling or parameters
+  theta, found = read_rope(full, config)
+  if config["model_type"] != "gemma3_text":
+    return {"rope_theta": theta, "rope_scaling": found, "local_rope_theta": None}
+  defaults = {**config, "rope_theta": config["rope_local_base_freq"]}
+  local_theta, local_scaling = read_rope(local, defaults)
+  if local_scaling:
+    raise ValueError(
+      f"rope_parameters['sliding_attention'] must have rope_type 'default', got {dict(local)}"
+    )
+  return {"rope_theta": theta, "rope_scaling": found, "local_rope_theta": local_theta}
+
+
+def read_rope(entries: Config, config: Config) -> tuple[float, dict[str, Any] | None]:
+  """Returns the base of the frequencies, and `NetworkConfig.rope_scaling`.
+
+  Args:
+    entries: those of `rope_parameters` or `rope_scaling`.
+    config: the content of config.json.
+
+  Raises:
+    ValueError: the kind of scaling, or an entry, is not known.
+  """
+  rest = dict(entries)
+  theta = rest.pop("rope_theta", None) or config.get("rope_theta", 10_000.0)
+  kind = rest.pop("rope_type", None) or rest.get("type") or "default"
+  rest.pop("type", None)
+  check_one_of("rope_parameters' rope_type", kind, _ROPE_ENTRIES)
+  if kind == "llama3":
+    rest.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+  if rest.get("partial_rotary_factor") == 1:
+    del rest["partial_rotary_factor"]
+  if rest.keys() != {*_ROPE_ENTRIES[kind]}:
+    raise ValueError(
+      f"rope_parameters of rope_type {kind!r} must have the entries {', '.join(_ROPE_ENTRIES[kind])} "
+      f"besides rope_theta, got {dict(entries)}"
+    )
+  return theta, {"rope_type": kind, **rest} if kind != "default" else None
+
+
+def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str, Any]:
+  """Returns the entries of config.json for the layers of a stack."""
+  cfg, layers = network.of_side(side), network.layers_of(side)
+  activation = name_tables.their_activation(cfg.mlp_activations[0])
+  activation = activation.replace(
+    "gelu_new", "gelu_pytorch_tanh"
+  )  # Gemma's name of the same function
+  kinds = [cfg.layer_pattern[n % len(cfg.layer_pattern)] for n in range(layers)]
+  types = [f"{'sliding' if kind == 'local' else 'full'}_attention" for kind in kinds]
+  full = {"rope_type": "default", **(cfg.rope_scaling or {}), "rope_theta": cfg.rope_theta}
+  local = {"rope_type": "default", "rope_theta": cfg.local_rope_theta}
+  ropes = {"full_attention": full, "sliding_attention": local}
+  entries: dict[str, Any] = {
+    "hidden_size": cfg.emb_dim,
+    "intermediate_size": cfg.mlp_dim,
+    "num_hidden_layers": layers,
+    "num_attention_heads": cfg.num_heads,
+    "num_key_value_heads": cfg.kv_heads,
+    "head_dim": cfg.head_dim,
+    "rms_norm_eps": cfg.norm_epsilon,
+    "max_position_embeddings": cfg.max_length,
+    "rope_parameters": ropes if model_type == "gemma3_text" else full,
+  }
+  if model_type != "qwen2":
+    entries["attention_bias"] = cfg.attention_bias
+  if model_type == "llama":
+    return entries | {"hidden_act": activation, "mlp_bias": cfg.mlp_bias}
+  entries["layer_types"] = types
+  if model_type.startswith("qwen"):
+    window = {"sliding_window": cfg.window} if cfg.window else {}
+    return entries | {"hidden_act": activation, "use_sliding_window": bool(window), **window}
+  return entries | {
+    "hidden_activation": activation,
+    "query_pre_attn_scalar": _scalar(cfg),
+    "attn_logit_softcapping": cfg.attention_softcap,
+    "final_logit_softcapping": cfg.logit_softcap,
+    **({"sliding_window": cfg.window} if cfg.window else {}),
+  }
+
+
+def _scalar(config: NetworkConfig) -> int:
+  """Returns `query_pre_attn_scalar`, which Transformers requires to be an integer."""
+  scale = config.query_scale or config.head_dim**-0.5
+  scalar = round(scale**-2)
+  if abs(scalar**-0.5 - scale) > 1e-6 * scale:
+    raise ValueError(f"Transformers needs a query_scale of 1/√n for an integer n, got {scale}")
+  return scalar
+
+
+# The fields of `NetworkConfig` that all of these models have.
+_FAMILY: dict[str, Any] = {
+  "positions": "rotary",
+  "rope_interleaved": False,
+  "parallel_blocks": False,
+  "divide_tied_logits": False,
+  "logit_scale": 1.0,
+  "use_bias": False,
+  "num_experts": 0,
+}
+_PLAIN: dict[str, Any] = _FAMILY | {
+  "norm": "rms",
+  "post_norms": False,
+  "qk_norm": False,
+  "qkv_bias": False,
+  "attention_softcap": None,
+  "logit_softcap": None,
+  "local_rope_theta": None,
+}
+_SANDWICH = _FAMILY | {
+  "norm": "rms_plus_one",
+  "post_norms": True,
+  "qkv_bias": False,
+  "mlp_bias": False,
+}
+# The fields of a network that Transformers' model of a type needs.
+REQUIRED: dict[str, dict[str, Any]] = {
+  "llama": _PLAIN | {"window": None},
+  "qwen2": _PLAIN | {"qkv_bias": True, "attention_bias": False, "mlp_bias": False},
+  "qwen3": _PLAIN | {"qk_norm": True, "mlp_bias": False},
+  "gemma2": _SANDWICH | {"qk_norm": False, "local_rope_theta": None},
+  "gemma3_text": _SANDWICH | {"qk_norm": True},
+}
+REQUIRED["t5_gemma_module"] = REQUIRED["gemma2"]
+
+
+def wrong_fields(network: NetworkConfig, model_type: str) -> list[str]:
+  """Returns the fields of one stack's config that Transformers' models of a type do not have."""
+  wrong = [name for name, value in REQUIRED[model_type].items() if getattr(network, name) != value]
+  is_gemma = network.norm == "rms_plus_one"
+  is_scaled = network.scale_queries or network.scale_attn_logits
+  scale = network.query_scale or (network.head_dim**-0.5 if is_scaled else None)
+  if scale is None or not (is_gemma or abs(scale * network.head_dim**0.5 - 1) < 1e-6):
+    wrong.append("query_scale")
+  if abs(network.embedding_scale - (network.emb_dim**0.5 if is_gemma else 1)) > 1e-6:
+    wrong.append("embedding_scale")
+  if len(network.mlp_activations) != 2 or network.mlp_activations[1] != "linear":
+    wrong.append("mlp_activations")
+  return wrong
