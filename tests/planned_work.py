@@ -34,7 +34,13 @@ def planned_work(
   assert activations is not None
   layout = Layout(partitioner.logical_axis_rules, mesh, activations.examples)
   return Workload(
-    config, lengths, examples, mesh, activations=activations, layout=layout, **changes
+    config=config,
+    lengths=lengths,
+    examples=examples,
+    mesh=mesh,
+    activations=activations,
+    layout=layout,
+    **changes,
   )
 
 

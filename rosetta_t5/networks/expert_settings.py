@@ -72,15 +72,6 @@ class ExpertSettings:
     factor = self.eval_capacity_factor if deterministic else self.capacity_factor
     return expert_slots(tokens, self.num_experts, factor)
 
-  def slots_per_token(self, length: int) -> float:
-    """Returns how many slots, used or empty, the experts of a layer compute in training for a token.
-
-    Args:
-      length: the length of a row.
-    """
-    tokens = max((self.router_group_size or length) // length, 1) * length
-    return self.num_experts * self.count_slots(tokens) / tokens
-
 
 def has_experts(config: Any) -> bool:
   """Returns whether a network's config, which may be a user's own or None, has layers with experts."""

@@ -6,7 +6,6 @@ compiled programs. It computes elementwise operations again rather than storing 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -33,30 +32,13 @@ _FROM_MEMORY = re.compile("dot_general|conv_general_dilated|sort|top_k|pallas_ca
 # The gradient of each operand needs the other operands only.
 _PRODUCTS = ("mul", "div", "dot_general", "select_n")
 KEEP_NOTHING = ("full", "nothing_saveable")
-KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 RECOMPUTED = "recomputed"
+KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 _POLICIES = {
   "none": jax.checkpoint_policies.everything_saveable,
   "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   "full": jax.checkpoint_policies.nothing_saveable,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-  """An array that is kept.
-
-  Attributes:
-    value: the array.
-    reader: the matmul that reads it and needs it in memory; None for others.
-    is_computed: whether it is kept for this matmul only.
-    copies: how many arrays of this size are kept.
-  """
-
-  value: Value
-  reader: Value | None = None
-  is_computed: bool = False
-  copies: int = 1
 
 
 class Activations:
@@ -79,7 +61,7 @@ class Activations:
     """Returns whether an array is one of attention's logits and probabilities, or between them."""
     return id(value) in self._pairs
 
-  def _kept(self, policy: str, is_fused: bool) -> list[list[Kept]]:
+  def _kept(self, policy: str, is_fused: bool) -> list[list[Value]]:
     """Returns the arrays of each segment that are kept with a policy.
 
     Args:
@@ -87,44 +69,29 @@ class Activations:
         `RECOMPUTED` for what a layer needs once its forward pass has been computed again.
       is_fused: whether one kernel computes attention and keeps neither logits nor probabilities.
     """
-    found: list[dict[int, Kept]] = [{} for _ in self.segments]
+    found: list[dict[int, Value]] = [{} for _ in self.segments]
     for number, part in enumerate(self.segments):
       if part.count and policy not in ("none", RECOMPUTED):
         kept = self._kept_by_policy(number, policy, is_fused)
       else:
-        kept = self._kept_by_xla(part, policy == "none" and part.is_scanned)
-      for each in kept:
-        owner = self._owner.get(id(each.value))
-        is_excluded = each.value.is_temporary or (is_fused and self.is_pair(each.value))
-        # Of a scan that stacks what its norms compute, only the last layer's result is kept.
-        is_last_only = policy == "none" and owner != number and self._is_scan(owner)
-        if owner is not None and not is_excluded and not is_last_only:
-          before = found[owner].get(id(each.value))
-          if before is None or (before.is_computed and not each.is_computed):
-            found[owner][id(each.value)] = each
+        kept = self._kept_by_xla(part)
+      for value in kept:
+        owner = self._owner.get(id(value))
+        is_excluded = value.repeats > 1 or (is_fused and self.is_pair(value))
+        if owner is not None and not is_excluded:
+          found[owner][id(value)] = value
     return [list(each.values()) for each in found]
 
-  def _is_scan(self, number: int | None) -> bool:
-    return number is not None and self.segments[number].is_scanned
-
-  def _kept_by_xla(self, part: Segment, is_stacked: bool) -> Iterator[Kept]:
-    """Yields what the gradients of a segment read, and what else they need is computed from.
-
-    Args:
-      is_stacked: whether a scan stacks it, so that XLA cannot compute it again.
-    """
+  def _kept_by_xla(self, part: Segment) -> Iterator[Value]:
+    """Yields what the gradients of a segment read, and what else they need is computed from."""
     for value in part.values:
       for operand in needed_operands(value):
         if _FROM_MEMORY.fullmatch(value.primitive):
-          stored = stored_view(operand)
-          yield Kept(stored, value, not self._is_stored(stored))
-        elif is_stacked and self._is_norm(operand):
-          # The gradient of a square needs its double.
-          yield Kept(operand, copies=2 if value.primitive == "square" else 1)
+          yield stored_view(operand)
         else:
-          yield from (Kept(root) for root in self.roots(operand))
+          yield from self.roots(operand)
 
-  def _kept_by_policy(self, number: int, policy: str, is_fused: bool) -> Iterator[Kept]:
+  def _kept_by_policy(self, number: int, policy: str, is_fused: bool) -> Iterator[Value]:
     """Yields what a rematerialized layer keeps: its inputs, and what the policy saves of what is needed."""
     saves: Any = _POLICIES.get(policy) or getattr(jax.checkpoint_policies, policy)
     stack = [x for value in self.segments[number].values for x in needed_operands(value)]
@@ -137,27 +104,15 @@ class Activations:
       if self._owner.get(id(value)) != number:
         is_array = value.is_trained and value.primitive != "constant"
         if is_array:
-          yield Kept(stored_view(value))
+          yield stored_view(value)
       elif value.primitive == "dot_general" and not (is_fused and self.is_pair(value)):
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in value.operands]
         if saves(jax.lax.dot_general_p, *avals, **value.params):
-          yield Kept(value)
+          yield value
         else:
           stack += value.operands
       else:
         stack += value.operands
-
-  def _is_norm(self, value: Value) -> bool:
-    """Returns whether a needed array is one of a norm: in float32, or computed from a sum over features."""
-    if self.is_pair(value) or not (value.is_batched and value.is_trained):
-      return False
-    while not self._is_stored(value):
-      if value.dtype.itemsize == 4:
-        return True
-      value = next((x for x in value.operands if x.is_batched), Value("input", (), (), value.dtype))
-      if value.primitive == "input":
-        return False
-    return False
 
   def _is_stored(self, value: Value) -> bool:
     """Returns whether XLA stores a result: a layer's, a matmul's, or a sum that a matmul adds."""
@@ -282,30 +237,53 @@ class Layout:
       size = math.prod(size for _, size in dim)
       yield tuple(axes) if shards > 1 and size % shards == 0 else ()
 
-  def summed_over(self, matmul: Value) -> tuple[str, ...]:
-    """Returns the mesh axes over which the results of a matmul are added up."""
-    contracted, _ = matmul.params["dimension_numbers"]
-    left, right = (self.spec_of(x) for x in matmul.operands)
-    pairs = zip(*contracted, strict=True)
-    return tuple(axis for i, j in pairs for axis in left[i] if axis in right[j])
+  def summed_over(self, value: Value) -> tuple[str, ...]:
+    """Returns the mesh axes over which the parts of a result are added up.
 
-  def gathered_for(self, value: Value, reader: Value) -> tuple[str, ...]:
+    They split the dimensions that a matmul contracts, a reduction reduces, or a lookup looks up.
+    """
+    if value.primitive == "dot_general":
+      return tuple(a for a in self.contracted_axes(value, 0) if a in self.contracted_axes(value, 1))
+    dims: Sequence[int] = ()
+    if value.primitive == "gather":
+      dims = value.params["dimension_numbers"].collapsed_slice_dims
+    elif value.primitive.startswith("reduce_"):
+      dims = value.params["axes"]
+    return tuple(axis for n in dims for axis in self.spec_of(value.operands[0])[n])
+
+  def contracted_axes(self, matmul: Value, side: int) -> tuple[str, ...]:
+    """Returns the mesh axes that split the contracted dimensions of an operand of a matmul."""
+    spec = self.spec_of(matmul.operands[side])
+    return tuple(a for n in matmul.params["dimension_numbers"][0][side] for a in spec[n])
+
+  def gathered_for(self, matmul: Value, side: int) -> tuple[str, ...]:
     """Returns the mesh axes over which a matmul cannot read an operand in parts."""
-    side = 0 if stored_view(reader.operands[0]) is value else 1
-    own, other = (self.spec_of(reader.operands[n]) for n in (side, 1 - side))
-    contracted, batch = reader.params["dimension_numbers"]
-    # The dimensions of the result: those of the batch, then the free ones of both operands.
-    results = self.spec_of(reader)[len(batch[0]) :]
-    num_free = len(own) - len(batch[side]) - len(contracted[side])
-    free = iter(results[:num_free] if side == 0 else results[len(results) - num_free :])
-    gathered: list[str] = []
-    for number, axes in enumerate(own):
-      if number in contracted[side]:
-        allowed = other[contracted[1 - side][contracted[side].index(number)]]
-      else:
-        allowed = axes if number in batch[side] else next(free)
-      gathered += [axis for axis in axes if axis not in allowed]
-    return tuple(gathered)
+    spec, dims = self.spec_of(matmul.operands[side]), _dims_of_operand(matmul, side)
+    result, other = self.spec_of(matmul), self.contracted_axes(matmul, 1 - side)
+    allowed = [result[at] if at is not None else other for at in dims]
+    return tuple(a for axes, kept in zip(spec, allowed, strict=True) for a in axes if a not in kept)
+
+  def gradient_summed_over(self, matmul: Value, side: int) -> tuple[str, ...]:
+    """Returns the mesh axes over which the parts of an operand's gradient are added up."""
+    spec, dims = self.spec_of(matmul.operands[1 - side]), _dims_of_operand(matmul, 1 - side)
+    result, own = self.spec_of(matmul), set(_dims_of_operand(matmul, side))
+    pairs = zip(spec, dims, strict=True)
+    free = [(axes, at) for axes, at in pairs if at is not None and at not in own]
+    return tuple(axis for axes, at in free for axis in axes if axis in result[at])
+
+
+def _dims_of_operand(matmul: Value, side: int) -> list[int | None]:
+  """Returns the dimension of the result that each dimension of an operand is; None if it is contracted."""
+  contracted, batch = matmul.params["dimension_numbers"]
+  num_free = [
+    len(x.dims) - len(c) - len(b)
+    for x, c, b in zip(matmul.operands, contracted, batch, strict=True)
+  ]
+  free = iter(range(len(batch[0]) + (num_free[0] if side else 0), len(matmul.dims)))
+  return [
+    batch[side].index(n) if n in batch[side] else None if n in contracted[side] else next(free)
+    for n in range(len(matmul.operands[side].dims))
+  ]
 
 
 @functools.cache

@@ -1,8 +1,10 @@
-"""The collectives of a training step and their bytes, derived from the mesh and the shapes.
+"""The collectives of a training step and their bytes, from its traced loss and the layout of its arrays.
 
-Matmuls are sharded over `model` as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053), and states
-over `data` and `fsdp` as in ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
-tests/parallel/test_collectives.py compares these collectives with those of compiled steps.
+A matmul whose operands are split along a contracted dimension gives sums that are added up over devices, an
+operand that is split along another dimension than the result is gathered, and a gradient is summed over the
+axes that split the examples and positions. So tensor, sequence, expert, context and fully sharded data
+parallelism are one rule each, whatever the network. tests/parallel/test_collectives.py compares the bytes with
+those of compiled steps.
 """
 
 from __future__ import annotations
@@ -10,306 +12,215 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
 
 from rosetta_t5.parallel.mesh import (
+  BATCH_AXES,
   CONTEXT_AXIS,
   DATA_AXIS,
   EXPERT_AXIS,
-  MODEL_AXIS,
   PIPELINE_AXIS,
-  TOKEN_AXES,
-  axis_names,
 )
-from rosetta_t5.plan.activation_collectives import (
-  ALL_GATHER,
-  ALL_REDUCE,
-  OVER_CONTEXT,
-  OVER_MODEL,
-  OVER_PIPELINE,
-  PERMUTE,
-  REDUCE_SCATTER,
-  Collective,
-  activation_collectives,
-  context_collectives,
-  expert_collectives,
-  pipeline_collectives,
-)
-from rosetta_t5.plan.memory import array_bytes
+from rosetta_t5.plan.activations import is_attention, stored_view
 from rosetta_t5.plan.workload import Workload
-from rosetta_t5.training.optimizers.optimizer_def import path_name
+from rosetta_t5.traced.program import Segment, Value
 
-_TABLES = re.compile(r"token_embedder|position_embedding|logits_dense|router_weights")
-_LAYER = re.compile(r"(?<=layers)_\d+")
-# Parameters without the logical axis `embed`.
-_WITHOUT_EMBED_AXIS = re.compile(r"(query|key|value|wi\w*)/bias|rel_embedding")
-
-
-def step_collectives(params: Any, specs: Any, work: Workload) -> list[Collective]:
-  """Returns the collectives of a training step."""
-  # Layers are alike: the collectives of one are counted as often as there are layers.
-  alike: dict[tuple[str, Any, Any], list[Any]] = collections.defaultdict(list)
-  for path, param, spec in named_parameters(params, specs):
-    alike[_LAYER.sub("", path), param.shape, tuple(spec)].append(param)
-  found: list[Collective] = []
-  for (name, _, spec), same in alike.items():
-    for each in _parameter_collectives(_Parameter(name, same[0], spec, work)):
-      size, count = each.size * len(same), each.count * len(same)
-      found.append(dataclasses.replace(each, size=size, count=count))
-  if work.model_shards > 1:
-    is_any_over_batch = any(_batch_axes_of(spec, work.mesh) for _, _, spec in alike)
-    found += activation_collectives(work, is_any_over_batch)
-  if work.mesh.get(EXPERT_AXIS, 1) > 1:
-    found += expert_collectives(work)
-  if work.schedule.stages > 1 and work.activations is not None:
-    found += pipeline_collectives(work)
-  if work.context_shards > 1 and work.activations is not None:
-    found += context_collectives(work)
-  return _merge(found)
-
-
-def _merge(collectives: Sequence[Collective]) -> list[Collective]:
-  """Adds up the sizes and counts of collectives that are otherwise the same."""
-  merged: dict[tuple[Any, ...], Collective] = {}
-  for each in collectives:
-    key = (each.kind, each.axes, each.why, each.terms)
-    total = merged.get(key, dataclasses.replace(each, size=0.0, count=0))
-    size, count = total.size + each.size, total.count + each.count
-    merged[key] = dataclasses.replace(each, size=size, count=count)
-  return list(merged.values())
-
-
-def named_parameters(params: Any, specs: Any) -> Iterator[tuple[str, Any, Any]]:
-  """Yields the name, the shape and the PartitionSpec of each parameter."""
-  all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  for (path, param), spec in zip(leaves, all_specs, strict=True):
-    yield path_name(path), param, spec
-
-
-def is_table(name: str) -> bool:
-  """Returns whether a parameter is one of a lookup, the output layer or a router, which stay in float32."""
-  return _TABLES.search(name) is not None
-
-
-# The collectives of parameters and their gradients.
+ALL_REDUCE = "all-reduce"
+ALL_GATHER = "all-gather"
+REDUCE_SCATTER = "reduce-scatter"
+ALL_TO_ALL = "all-to-all"
+PERMUTE = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parameter:
-  """A parameter, and what its collectives follow from."""
+class Collective:
+  """Collectives of one kind over the same axes for the same purpose.
 
-  name: str
-  array: Any
-  spec: Sequence[Any]
-  work: Workload
+  Attributes:
+    kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute.
+    axes: the mesh axes whose devices take part.
+    size: the bytes of the whole arrays on each device per step; for an all-to-all or a permute, of the
+      device's shards.
+    why: what is sent: "gradients", "parameters", "activations", "keys", "queries" or "microbatches"
+      (everything that stages send to each other).
+    terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
+      (AllReduceReassociate). On CPUs it sends each of them.
+  """
 
-  @property
-  def batch_axes(self) -> tuple[str, ...]:
-    """The batch axes over which it is gathered. An expert is never gathered."""
-    axes = _batch_axes_of(self.spec, self.work.mesh)
-    return tuple(axis for axis in axes if axis != EXPERT_AXIS)
+  kind: str
+  axes: tuple[str, ...]
+  size: float
+  why: str
+  terms: int = 1
 
-  @property
-  def lookups(self) -> int:
-    """How many times per step it is looked up: 0 unless it is a table of tokens or positions."""
-    if "token_embedder" not in self.name:
-      return int(self.name.endswith("position_embedding"))
-    return 2 if hasattr(self.work.config, "num_encoder_layers") else 1
-
-  @property
-  def is_tied(self) -> bool:
-    """Whether it is an embedding table and also the kernel of the matmul that computes the logits."""
-    is_shared = getattr(self.work.config, "logits_via_embedding", False)
-    return is_shared and "token_embedder" in self.name
-
-  @property
-  def has_matmul_gradient(self) -> bool:
-    """Whether its gradient is the result of a matmul, unlike that of a lookup or of a norm's scale."""
-    return self.lookups == 0 and self.array.ndim > 1
-
-  @property
-  def count(self) -> int:
-    """1, or 0 if it and its gradient are sent in the same array as another kernel."""
-    if not getattr(self.work.config, "fuse_qkv_params", False):
-      return 1
-    is_cross = "encoder_decoder_attention" in self.name
-    fused = ("key/kernel",) if is_cross else ("key/kernel", "query/kernel")
-    return 0 if self.name.endswith(fused) else 1
-
-  @property
-  def stored(self) -> float:
-    """Its bytes on a device after it has been gathered, in the dtype of the train state."""
-    spec = [part if part in (MODEL_AXIS, EXPERT_AXIS) else None for part in self.spec]
-    return array_bytes(self.array, spec, self.work.mesh)
-
-  @property
-  def sent(self) -> float:
-    """These bytes as they are sent: kernels and their gradients in the compute dtype, tables as stored."""
-    itemsize = self.array.dtype.itemsize if is_table(self.name) else self.work.itemsize
-    return self.stored * itemsize / self.array.dtype.itemsize
+  def wire_bytes(self, mesh: Mapping[str, int]) -> float:
+    """Returns the bytes that one device sends per step in a ring."""
+    if self.kind == PERMUTE:
+      return self.size
+    n = math.prod(mesh[axis] for axis in self.axes)
+    return (2 if self.kind == ALL_REDUCE else 1) * (n - 1) / n * self.size
 
 
-def _parameter_collectives(parameter: _Parameter) -> Iterator[Collective]:
-  """Yields how a parameter is gathered and how its gradient is summed."""
-  if PIPELINE_AXIS in parameter.spec:
-    yield from _stage_parameter_collectives(parameter)
-    return
-  if parameter.batch_axes:
-    gathers = _num_gathers(parameter)
-    size = gathers * parameter.sent * parameter.work.microbatches
-    count = parameter.count * gathers
-    yield Collective(ALL_GATHER, parameter.batch_axes, size, "parameters", count=count)
-  yield from _gradient_collectives(parameter)
+def step_collectives(work: Workload) -> list[Collective]:
+  """Returns the collectives of a training step; [] if its loss cannot be traced."""
+  sizes: dict[Collective, float] = collections.defaultdict(float)
+  for part in work.activations.segments if work.activations else ():
+    for each in (
+      *_of_activations(part, work),
+      *_of_parameters(part, work),
+      *_of_stages(part, work),
+    ):
+      if each.axes and each.size:
+        sizes[dataclasses.replace(each, size=0.0)] += each.size
+  return [dataclasses.replace(each, size=size) for each, size in sizes.items()]
 
 
-def _gradient_collectives(parameter: _Parameter) -> Iterator[Collective]:
-  """Yields how the gradient of a parameter is summed, and what ZeRO-1 adds."""
-  name, work, lookups = parameter.name, parameter.work, parameter.lookups
-  # The gradient of an expert is complete but for the other batch axes.
-  complete_over = [EXPERT_AXIS] if EXPERT_AXIS in parameter.spec else []
-  bias_bytes, layers = _position_bias(name, work)
-  if bias_bytes and work.context_shards > 1:
-    # Each device adds up its own queries' gradients by bucket.
-    yield Collective(ALL_REDUCE, OVER_CONTEXT, parameter.sent * work.microbatches, "gradients")
-    complete_over.append(CONTEXT_AXIS)
-  work = work.replace(mesh={**work.mesh, **dict.fromkeys(complete_over, 1)})
-  gradient = bias_bytes or float(parameter.sent)
-  sums = _gradient_sums(
-    gradient=gradient,
-    terms=(lookups + parameter.is_tied) or layers,
-    other_terms=0 if parameter.has_matmul_gradient else lookups or 1,
-    batch_axes=parameter.batch_axes,
-    # The optimizer's state is sharded where the parameter has `embed` (see `PjitPartitioner.zero1`).
-    stored=parameter.stored if work.zero1 and not _WITHOUT_EMBED_AXIS.search(name) else None,
-    work=work,
-  )
-  for each in sums:
-    matmuls = each.terms if parameter.has_matmul_gradient else max(each.terms - max(lookups, 1), 0)
-    for one in _split_sums(each, matmuls):
-      yield dataclasses.replace(one, count=parameter.count) if one.why == "gradients" else one
-  if work.model_shards > 1:
-    yield from _split_activation_gradients(parameter, gradient * work.microbatches)
+def _of_activations(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields how the arrays of a segment are added up, gathered and sent to experts."""
+  layout = work.layout
+  inputs: dict[int, list[tuple[Value, int]]] = collections.defaultdict(list)
+  for value in part.values:
+    if not value.is_batched:
+      continue
+    size = part.layers * value.repeats * layout.bytes_of(value, work.examples)
+    if summed := layout.summed_over(value):
+      is_scattered = set(summed) <= set(layout.axes_of(value))
+      whole = size * work.shards(summed) if is_scattered else size
+      yield Collective(REDUCE_SCATTER if is_scattered else ALL_REDUCE, summed, whole, "activations")
+      if is_scattered and value.is_trained:
+        yield Collective(ALL_GATHER, summed, whole, "activations")  # its gradient
+    elif value.primitive == "sharding_constraint" and _exchanges_experts(value):
+      # Tokens, forward; and their gradients, backward.
+      yield Collective(ALL_TO_ALL, work.present((EXPERT_AXIS,)), 2 * size, "activations")
+    if value.primitive == "dot_general":
+      for side, operand in enumerate(value.operands):
+        if operand.is_batched and operand.is_trained:
+          inputs[id(stored_view(operand))].append((value, side))
+  for readers in inputs.values():
+    yield from _of_input(part, work, readers)
 
 
-def _stage_parameter_collectives(parameter: _Parameter) -> Iterator[Collective]:
-  """Yields how the parameters of a stage are gathered before its first microbatch, and summed at the end."""
-  spec, work = parameter.spec, parameter.work
-  mesh = {**work.mesh, PIPELINE_AXIS: 1}
-  kept_spec = [part if part in (MODEL_AXIS, PIPELINE_AXIS) else None for part in spec]
-  size = array_bytes(parameter.array, kept_spec, work.mesh) * work.microbatches
-  rounds = work.schedule.rounds
-  if gathered_over := _batch_axes_of(spec, mesh):
-    yield Collective(ALL_GATHER, gathered_over, size, "parameters")
-  if summed_over := _batch_axes(mesh):
-    yield Collective(ALL_REDUCE, summed_over, size, "gradients")
-  if rounds > 1:
-    # Chunks of layers go to the stages that compute them, and their gradients come back.
-    yield Collective(PERMUTE, OVER_PIPELINE, 2 * size, "parameters", count=2 * rounds)
-
-
-def _split_activation_gradients(parameter: _Parameter, gradient: float) -> Iterator[Collective]:
-  """Yields what norms and position tables need if the activations are sharded over `model`."""
-  array, work = parameter.array, parameter.work
-  is_table = parameter.name.endswith("position_embedding")
-  is_sharded = MODEL_AXIS in parameter.spec
-  if work.activation_split == "length" and not is_sharded and (array.ndim == 1 or is_table):
-    # Each device computes the gradient of its own positions only.
-    yield Collective(ALL_REDUCE, OVER_MODEL, gradient, "gradients")
-  if is_table and is_sharded:
-    # A table that is sharded along `embed` is gathered for the lookup, and its gradient too.
-    table = math.prod(array.shape) * array.dtype.itemsize * work.microbatches
-    yield Collective(ALL_GATHER, OVER_MODEL, 2 * table, "parameters", count=2)
-
-
-def _num_gathers(parameter: _Parameter) -> int:
-  """Returns how often per step a parameter that is sharded over batch axes is gathered."""
-  if parameter.lookups == 0:
-    # XLA keeps the gathered kernel of a router, which is small, for the backward pass. The gradient of a
-    # sum needs no bias.
-    is_single = parameter.name.endswith("bias") or "router_weights" in parameter.name
-    return 1 if is_single else 2
-  if not parameter.is_tied:
-    return 1  # The gradient of a lookup does not need the table.
-  # If the vocabulary is sharded and the gradient is summed over another axis too, the matmul with the
-  # table gathers it again for the backward pass.
-  work = parameter.work
-  others = set(_batch_axes(work.mesh)) - set(parameter.batch_axes)
-  return 2 + (work.model_shards > 1 and bool(others))
-
-
-def _gradient_sums(
-  gradient: float,
-  terms: int,
-  other_terms: int,
-  batch_axes: tuple[str, ...],
-  stored: float | None,
-  work: Workload,
+def _of_input(
+  part: Segment, work: Workload, readers: Sequence[tuple[Value, int]]
 ) -> Iterator[Collective]:
-  """Yields how the gradient of one parameter is summed over the batch, and what ZeRO-1 adds.
+  """Yields how an input of matmuls is gathered, and how the sums that are its gradient are added up.
 
   Args:
-    gradient: its bytes.
-    terms: the number of arrays whose sum the gradient is.
-    other_terms: how many of these arrays are not the result of a matmul.
-    batch_axes: the batch axes that the parameter is sharded over.
-    stored: the parameter's bytes if its optimizer state is sharded over `data`, else None.
+    readers: the matmuls, with the position of the input among the operands of each.
   """
-  all_axes = _batch_axes(work.mesh)
-  others = tuple(axis for axis in all_axes if axis not in batch_axes)
-  size = gradient * work.microbatches
-  if batch_axes and others and other_terms:
-    # XLA sums these over all batch axes at once, and each device keeps its shard.
-    yield Collective(ALL_REDUCE, all_axes, size, "gradients", other_terms)
-    terms = max(terms - other_terms, 0)
-  shards = math.prod(work.mesh[axis] for axis in batch_axes)
-  if terms and batch_axes:
-    yield Collective(REDUCE_SCATTER, batch_axes, size, "gradients", terms)
-    size, terms = size / shards, 1
-  zero1 = stored is not None and DATA_AXIS in others
-  if terms and others:
-    yield Collective(REDUCE_SCATTER if zero1 else ALL_REDUCE, others, size, "gradients", terms)
-  if zero1:
-    yield Collective(ALL_GATHER, (DATA_AXIS,), (stored or 0.0) / shards, "parameters")
+  layout, (matmul, side) = work.layout, readers[0]
+  operand = matmul.operands[side]
+  gathered = layout.gathered_for(matmul, side)
+  whole = part.layers * operand.repeats * layout.bytes_of(operand, work.examples, gathered)
+  why, gathers = "activations", 1
+  if is_attention(matmul):
+    # A fused kernel gathers keys and values again for the backward pass, and so does rematerialization.
+    why, forward, is_flash = "keys", 1 + (work.policy != "none"), work.attention_kernel == "flash"
+    gathers = forward + is_flash
+    if gathered and is_flash and _is_causal(work):
+      # So that all devices have equal work, each sends half of its queries and of its outputs, and of their
+      # gradients; of two devices, each keeps one half.
+      halves = (forward + 1) * (1 if work.shards(gathered) == 2 else 2)
+      queries = layout.bytes_of(matmul.operands[1 - side], work.examples)
+      if work.activations and not work.activations.is_pair(matmul.operands[1 - side]):
+        yield Collective(PERMUTE, gathered, halves * part.layers * queries, "queries")
+  elif set(gathered) & set(layout.contracted_axes(matmul, side)):
+    # XLA gathers an input that is split along features for each matmul, and again for its gradient.
+    gathers = 2 * len(readers)
+  yield Collective(ALL_GATHER, gathered, gathers * whole, why)
+  summed = layout.gradient_summed_over(matmul, side)
+  kind = REDUCE_SCATTER if gathered else ALL_REDUCE
+  yield Collective(kind, gathered or summed, whole, why, len(readers))
 
 
-def _batch_axes(mesh: Mapping[str, int]) -> tuple[str, ...]:
-  return tuple(axis for axis, size in mesh.items() if axis in TOKEN_AXES and size > 1)
+def _of_parameters(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields how parameters that a segment reads are gathered, and how their gradients are summed."""
+  if work.schedule.stages > 1 and part.is_scanned:
+    return
+  readers: dict[int, tuple[Value, list[Value]]] = {}
+  for value in part.values:
+    for operand in value.operands if value.is_batched else ():
+      if operand.is_trained and not operand.is_batched:
+        array = _before_broadcast(operand)
+        readers.setdefault(id(array), (array, []))[1].append(value)
+  own = {id(value) for value in part.values}
+  for array, values in readers.values():
+    layout, is_matmul = work.layout, values[0].primitive == "dot_general"
+    # Layers have parameters of their own; what was computed before them from a parameter, they share.
+    is_shared = not array.parameters and id(array) not in own
+    layers, terms = (1, part.layers * len(values)) if is_shared else (part.layers, len(values))
+    split = set(layout.axes_of(array))
+    over = [axis for axis in (*BATCH_AXES, *layout.axes_of(values[0])) if axis != PIPELINE_AXIS]
+    # An expert is not gathered, and its gradient is complete.
+    ignored = {EXPERT_AXIS} & split
+    tokens = work.present(dict.fromkeys(axis for axis in over if axis not in ignored))
+    shards = tuple(a for a in tokens if a in split and a in (*BATCH_AXES, CONTEXT_AXIS))
+    others = tuple(a for a in tokens if a not in split)
+    size = layers * work.microbatches * layout.bytes_of(array, work.examples, shards)
+    yield Collective(ALL_GATHER, shards, (2 if is_matmul else 1) * size, "parameters")
+    if shards and others and not is_matmul:
+      # XLA sums these over all axes at once, and each device keeps its shard.
+      yield Collective(ALL_REDUCE, (*others, *shards), size, "gradients", terms)
+      continue
+    yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
+    size, terms = size / work.shards(shards), 1 if shards else terms
+    is_zero1 = work.zero1 and DATA_AXIS in others and "embed" in array.axes
+    kind = REDUCE_SCATTER if is_zero1 else ALL_REDUCE
+    # A matmul adds up examples and positions at once, other operations one after the other.
+    rows = others if is_matmul else tuple(axis for axis in others if axis != CONTEXT_AXIS)
+    for axes in (rows, tuple(axis for axis in others if axis not in rows)):
+      yield Collective(kind, axes, size, "gradients", terms)
+    if is_zero1:
+      stored = size / work.microbatches * 4 / array.dtype.itemsize
+      yield Collective(ALL_GATHER, (DATA_AXIS,), stored, "parameters")
 
 
-def _split_sums(gradient: Collective, matmuls: int) -> list[Collective]:
-  """Returns the sums of a gradient, of whose terms `matmuls` are results of a matmul.
+def _is_causal(work: Workload) -> bool:
+  """Returns whether all attention is causal and without a bias, so that devices exchange queries."""
+  has_bias = getattr(work.config, "positions", "relative") == "relative"
+  return not has_bias and "encoder" not in work.lengths
 
-  XLA computes such a sum over examples and positions at once, and others one after the other.
+
+def _exchanges_experts(value: Value) -> bool:
+  """Returns whether an array is split over experts and its operand over examples, or the other way around."""
+  return (EXPERT_AXIS in value.axes) != (EXPERT_AXIS in value.operands[0].axes)
+
+
+def _before_broadcast(value: Value) -> Value:
+  """Returns the array that a value repeats, whose gradient is summed before it is sent."""
+  while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
+    value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
+  return value
+
+
+def _of_stages(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields what the stages of a pipeline send to each other, and their parameters.
+
+  A stage sends the results of its layers and what all layers read, such as masks and the output of an encoder,
+  and the gradients of those that have any.
   """
-  others = tuple(axis for axis in gradient.axes if axis != CONTEXT_AXIS)
-  if matmuls == gradient.terms or others == gradient.axes or not others:
-    return [gradient]
-  at_once = [dataclasses.replace(gradient, terms=matmuls)] if matmuls else []
-  terms = gradient.terms - matmuls
-  return at_once + [
-    dataclasses.replace(gradient, axes=axes, terms=terms) for axes in (others, OVER_CONTEXT)
-  ]
-
-
-def _batch_axes_of(spec: Sequence[Any], mesh: Mapping[str, int]) -> tuple[str, ...]:
-  """Returns the batch axes over which a parameter is sharded."""
-  named = {axis for part in spec for axis in axis_names(part)}
-  return tuple(axis for axis in _batch_axes(mesh) if axis in named)
-
-
-def _position_bias(name: str, work: Workload) -> tuple[float, int]:
-  """Returns the bytes of a relative position bias and the number of its layers; (0, 1) for others.
-
-  Each layer's gradient is summed as [heads, T, T], before its elements are added up by bucket.
-  """
-  if "rel_embedding" not in name:
-    return 0, 1
-  side = "encoder" if "encoder" in work.lengths and "encoder/" in name else "decoder"
-  heads = work.config.num_heads / work.model_shards
-  pairs = work.lengths[side] ** 2 / work.context_shards
-  return heads * pairs * work.itemsize, work.layers[side]
+  schedule, layout = work.schedule, work.layout
+  if schedule.stages == 1 or not part.is_scanned:
+    return
+  own = {id(value) for value in part.values}
+  read = {id(x): x for v in part.values for x in map(stored_view, v.operands) if x.is_batched}
+  sent = [x for x in read.values() if id(x) not in own]
+  rows = work.stage_examples * work.microbatches
+  sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows) for x in sent]
+  # In each tick, the microbatch that a stage has finished, and the next one that will enter.
+  yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * schedule.ticks * sum(sizes), "microbatches")
+  results = [layout.bytes_of(x, rows) for x in part.values if x.is_boundary]
+  outputs = 2 * schedule.microbatches * sum(results)
+  yield Collective(ALL_TO_ALL, (PIPELINE_AXIS,), outputs, "microbatches")
+  # Parameters are gathered before the first microbatch, and their gradients summed after the last, in the
+  # type of the train state.
+  batch = work.present(axis for axis in BATCH_AXES if axis != PIPELINE_AXIS)
+  arrays = {id(x): x for v in part.values for x in v.operands if x.parameters and v.is_batched}
+  whole = sum(layout.bytes_of(x, 0, batch) * 4 / x.dtype.itemsize for x in arrays.values())
+  size = part.layers / schedule.stages * work.microbatches * whole
+  is_split = any(set(batch) & set(layout.axes_of(x)) for x in arrays.values())
+  yield Collective(ALL_GATHER, batch if is_split else (), size, "parameters")
+  yield Collective(ALL_REDUCE, batch, size, "gradients")
+  if schedule.rounds > 1:
+    # Chunks of layers go to the stages that compute them, and their gradients come back.
+    yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * size, "parameters")

@@ -136,8 +136,7 @@ def _configurations_by_mesh(
       changed = work.replace(remat_policy=policy, fp8=fp8, pipeline=schedule)
       option = fewest_microbatches(changed, memory, USABLE * gpu.memory)
       if option:
-        params = plan.state.params
-        estimate = estimate_step(memory, params, specs.params, option, flops, gpu, mfu)
+        estimate = estimate_step(memory, option, flops, gpu, mfu)
         found.append(Configuration(named, option, estimate))
     yield found
 

@@ -8,13 +8,11 @@ import os
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 
-from rosetta_t5.plan.activation_collectives import Collective
 from rosetta_t5.plan.activations import KEEP_MATMULS, KEEP_NOTHING, is_attention
-from rosetta_t5.plan.collectives import step_collectives
+from rosetta_t5.plan.collectives import Collective, step_collectives
 from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
@@ -84,7 +82,7 @@ class Estimate:
 
 
 def estimate_step(
-  memory: StateMemory, params: Any, specs: Any, work: Workload, flops: float, gpu: Gpu, mfu: float
+  memory: StateMemory, work: Workload, flops: float, gpu: Gpu, mfu: float
 ) -> Estimate:
   """Returns what a training step needs on these GPUs.
 
@@ -93,7 +91,7 @@ def estimate_step(
     mfu: the share of its peak FLOP/s that a GPU reaches in bfloat16 if it never waits for others.
   """
   traffic = []
-  for each in step_collectives(params, specs, work):
+  for each in step_collectives(work):
     sent = each.wire_bytes(work.mesh)
     if each.why == "activations" and work.policy in KEEP_NOTHING:
       sent *= _RECOMPUTED_TRAFFIC
@@ -140,7 +138,7 @@ def _flops_by_kind(work: Workload) -> dict[str, float]:
 
 def _pair_bytes(work: Workload) -> float:
   """Returns the bytes that attention moves for logits and probabilities; 0 for a fused kernel."""
-  if work.is_attention_fused or work.activations is None or work.layout is None:
+  if work.is_attention_fused or work.activations is None:
     return 0.0
   passes = _PAIR_PASSES * (1.0 if work.policy == "none" else 4 / 3)
   pairs = [

@@ -10,12 +10,10 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.parallel.mesh import FSDP_AXIS, MODEL_AXIS, axis_names
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS, FSDP_AXIS, MODEL_AXIS, axis_names
 from rosetta_t5.plan.activations import (
   RECOMPUTED,
   Activations,
-  Kept,
-  Layout,
   is_attention,
   stored_view,
 )
@@ -120,7 +118,7 @@ class _Moments:
     """Reads what the moments have in common."""
     self.params, self.gradients, self.work = params, gradients, work
     self.segments, self.activations = activations.segments, activations
-    self.layout = work.layout or Layout((), work.mesh, activations.examples)
+    self.layout = work.layout
     self.examples = work.examples / work.microbatches
     self.layers = [n for n, part in enumerate(self.segments) if part.count]
     self.tables = sum(gradients) - sum(gradients[n] for n in self.layers)
@@ -136,8 +134,7 @@ class _Moments:
     # A stage also keeps what it computes in the bubble.
     in_layers = self.examples / (1.0 - work.schedule.bubble)
     kept = [
-      self._kept(n, work.policy, in_layers if part.count else self.examples)
-      for n, part in enumerate(segments)
+      self._kept(n, in_layers if part.count else self.examples) for n, part in enumerate(segments)
     ]
     copies = [self._kernel_copies(n) for n in range(len(segments))]
     buffers = self._pipeline_buffers()
@@ -162,7 +159,7 @@ class _Moments:
       tables = 0.0 if self._is_tied() else gathered
     for number in reversed(self.layers):
       held = sum(kept[: number + 1]) + sum(copies[: number + 1]) + buffers
-      held += self._temporary(number)
+      held += self._gradient(segments[number], work.stage_examples) + self._recomputed(number)
       later = sum(self.gradients[n] for n in self.layers if n > number)
       logits = kept_logits if number == last else 0.0
       if number == last:
@@ -183,34 +180,20 @@ class _Moments:
     parts["gathered parameters"] = gathered
     return {name: size for name, size in parts.items() if size or name == "activations"}
 
-  def _kept(self, number: int, policy: str, examples: float) -> float:
+  def _kept(self, number: int, examples: float, policy: str | None = None) -> float:
     """Returns the bytes that the layers of a segment keep."""
     part = self.segments[number]
+    policy = policy or self.work.policy
     kept = self.activations.kept(policy, self.work.is_attention_fused)[number]
-    if part.count:
-      kept = [each for each in kept if each.value.is_batched]
-    return part.layers * sum(self._bytes_kept(each, examples) for each in kept)
+    arrays = [value for value in kept if value.is_batched or not part.count]
+    return part.layers * sum(self.layout.bytes_of(value, examples) for value in arrays)
 
-  def _bytes_kept(self, kept: Kept, examples: float) -> float:
-    """Returns the bytes of an array that is kept; with fp8, also those of its rounded copy."""
-    size = self.layout.bytes_of(kept.value, examples) * kept.copies
-    is_rounded = self.work.fp8 and kept.reader is not None and not is_attention(kept.reader)
-    if not is_rounded or kept.value.dtype.itemsize != 2:
-      return size
-    return size / 2 if kept.is_computed else size * 1.5
-
-  def _temporary(self, number: int) -> float:
-    """Returns the bytes that exist only while a layer's backward pass is computed.
-
-    The layer's forward pass is computed again if it is rematerialized.
-    """
-    examples, part = self.work.stage_examples, self.segments[number]
-    everything = "none" if self.work.policy == "none" else RECOMPUTED
-    complete, kept = (
-      self._kept(number, policy, examples) / part.layers
-      for policy in (everything, self.work.policy)
-    )
-    return max(complete - kept, 0.0) + self._gradient(part, examples)
+  def _recomputed(self, number: int) -> float:
+    """Returns the bytes of what a layer that is rematerialized does not keep, for its backward pass."""
+    if self.work.policy == "none":
+      return 0.0
+    kept, examples = functools.partial(self._kept, number), self.work.stage_examples
+    return max(kept(examples, RECOMPUTED) - kept(examples), 0.0) / self.segments[number].layers
 
   def _gradient(self, part: Segment, examples: float) -> float:
     """Returns the bytes of the most gradients that exist at a time in a segment's backward pass.
@@ -241,8 +224,9 @@ class _Moments:
       for value in part.values if part.count else ():
         if value.primitive != "dot_general" or is_attention(value) or not value.is_batched:
           continue
-        source = stored_view(next(x for x in value.operands if x.is_batched))
-        gathered = self.layout.gathered_for(source, value)
+        operand = next(x for x in value.operands if x.is_batched)
+        source = stored_view(operand)
+        gathered = self.layout.gathered_for(value, value.operands.index(operand))
         is_split = is_split or MODEL_AXIS in gathered
         sizes[id(source)] = self.layout.bytes_of(source, self.examples, gathered)
         summed = self.layout.summed_over(value)
@@ -262,7 +246,7 @@ class _Moments:
 
     These are the ones outside layers, those at the end of a step, and those of each stack of layers.
     """
-    work, shards = self.work, self.work.mesh.get(FSDP_AXIS, 1) * self.work.context_shards
+    work, shards = self.work, self.work.shards((FSDP_AXIS, CONTEXT_AXIS))
     if shards == 1:
       return 0.0, 0.0, {}
     is_tied = self._is_tied()

@@ -88,8 +88,7 @@ def _estimate_rows(plan: Plan, mfu: float) -> Rows:
     return []
   flops, _ = plan.flops
   memory = StateMemory.of(plan.state, plan.specs, plan.work)
-  params, specs = plan.state.params, plan.specs.params
-  estimate = estimate_step(memory, params, specs, plan.work, flops, plan.gpu, mfu)
+  estimate = estimate_step(memory, plan.work, flops, plan.gpu, mfu)
   return [
     *_memory_rows(estimate, plan.gpu),
     *_time_rows(plan, estimate, mfu),

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
-from flax.linen.partitioning import logical_to_mesh_axes
 from jax.sharding import AbstractDevice
 
 from rosetta_t5.networks.config import NetworkConfig
-from rosetta_t5.networks.expert_settings import expert_layers
 from rosetta_t5.networks.kernel_measurement import attention_cases, usable_kernels
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.parallel.mesh import (
-  CONTEXT_AXIS,
-  MODEL_AXIS,
   PIPELINE_AXIS,
-  axis_names,
   count_batch_shards,
 )
 from rosetta_t5.parallel.pipeline import (
@@ -38,7 +34,7 @@ from rosetta_t5.training import InferenceState, TrainState
 _ANY_LENGTH = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
   """What one step computes.
 
@@ -48,10 +44,9 @@ class Workload:
       {"decoder": T}.
     examples: the examples per device in a step, all microbatches together.
     mesh: the size of each mesh axis, outermost first.
+    layout: how arrays are split over the mesh.
     microbatches: the number of microbatches of a step.
     zero1: whether the optimizer's state is sharded over `data` and the parameters are not.
-    activation_split: the dimension of the activations between blocks that is sharded over `model`:
-      "length" with `sequence_parallel`, "embed" with T5X's `activation_partitioning_dims = 2`, or None.
     loss_chunk_length: the number of target positions whose logits exist at the same time; None for all.
     remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the policy of
       the network's config.
@@ -59,60 +54,35 @@ class Workload:
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
     activations: what the traced loss keeps; None if it cannot be traced.
-    layout: how arrays are split over the mesh.
   """
 
   config: Any
   lengths: Mapping[str, int]
   examples: float
   mesh: Mapping[str, int]
+  layout: Layout
   microbatches: int = 1
   zero1: bool = False
-  activation_split: str | None = None
   loss_chunk_length: int | None = None
   remat_policy: str | None = None
   fp8: bool = False
   kernel: str | None = None
   pipeline: PipelineSettings | None = None
   activations: Activations | None = None
-  layout: Layout | None = None
 
   @property
   def is_attention_fused(self) -> bool:
     """Whether one kernel computes attention, and stores neither logits nor probabilities."""
     return self.attention_kernel != "xla"
 
-  @property
-  def model_shards(self) -> int:
-    """The number of devices that heads, feed-forward units and vocabulary are sharded over."""
-    return self.mesh.get(MODEL_AXIS, 1)
+  def shards(self, axes: Iterable[str]) -> int:
+    """Returns the number of devices along these mesh axes."""
+    return math.prod(self.mesh.get(axis, 1) for axis in axes)
 
-  @property
-  def context_shards(self) -> int:
-    """The number of devices that the positions of a row are sharded over."""
-    return self.mesh.get(CONTEXT_AXIS, 1)
-
-  @property
-  def positions(self) -> dict[str, float]:
-    """The positions of a row that one device computes, {"encoder": …, "decoder": …} as `lengths`."""
-    return {side: length / self.context_shards for side, length in self.lengths.items()}
-
-  @property
-  def layers(self) -> dict[str, int]:
-    """The number of layers, {"encoder": …, "decoder": …}."""
-    if hasattr(self.config, "num_encoder_layers"):
-      return {"encoder": self.config.num_encoder_layers, "decoder": self.config.num_decoder_layers}
-    return {"encoder": 0, "decoder": self.config.num_layers}
-
-  @property
-  def expert_layers(self) -> dict[str, int]:
-    """The number of layers with experts, in the same form."""
-    return {side: len(expert_layers(self.config, side)) for side in self.layers}
-
-  def expert_slots(self, side: str) -> float:
-    """Returns the slots, used or empty, that a layer with experts computes for one example."""
-    length = self.lengths.get(side, 0)
-    return length * self.config.slots_per_token(length) if length else 0.0
+  def present(self, axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of these mesh axes that have more than one device, in the order of the mesh."""
+    wanted = set(axes)
+    return tuple(axis for axis, size in self.mesh.items() if size > 1 and axis in wanted)
 
   @functools.cached_property
   def schedule(self) -> PipelineSchedule:
@@ -127,8 +97,9 @@ class Workload:
     if reason := pipeline_obstacle(self.config, ()):
       raise ValueError(reason)
     batch = round(self.examples / self.microbatches * count_batch_shards(self.mesh))
-    stacks = filter(None, self.layers.values())
+    names = ("num_encoder_layers", "num_decoder_layers", "num_layers")
     # All stacks have the same schedule, but each must be divisible.
+    stacks = [n for name in names if (n := getattr(self.config, name, 0))]
     return [choose_schedule(self.mesh, batch, layers, self.pipeline) for layers in stacks][-1]
 
   @property
@@ -146,11 +117,6 @@ class Workload:
   def policy(self) -> str:
     """The rematerialization policy; "none" if nothing is recomputed."""
     return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
-
-  @property
-  def has_relative_bias(self) -> bool:
-    """Whether self-attention has a learned bias for each pair of positions."""
-    return bool(getattr(self.config, "positions", "relative") == "relative")
 
   @property
   def attention_kernel(self) -> str:
@@ -178,7 +144,6 @@ def workload_of(
     examples=batch_size / count_batch_shards(mesh),
     mesh=mesh,
     zero1=getattr(partitioner, "zero1", False),
-    activation_split=activation_split(partitioner),
     loss_chunk_length=model.loss_chunk_length,
     fp8=getattr(model.network_config, "matmul", None) is not None,
     pipeline=getattr(partitioner, "pipeline", None),
@@ -253,14 +218,6 @@ def pipeline_notes(
   shapes = {name: array.shape for name, array in batch.items()}
   schedule = batch_workload(model, partitioner, shapes, mesh, microbatches).schedule
   return [f"pipeline of {schedule}"]
-
-
-def activation_split(partitioner: Any) -> str | None:
-  """Returns the dimension of activations that a partitioner shards over `model` (see `Workload`)."""
-  names = ("batch", "length", "embed")
-  spec = logical_to_mesh_axes(names, getattr(partitioner, "logical_axis_rules", ())) or ()
-  pairs = zip(names, spec, strict=False)
-  return next((name for name, axes in pairs if MODEL_AXIS in axis_names(axes)), None)
 
 
 def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[str, int]:

@@ -92,6 +92,11 @@ def _broadcast(eqn: JaxprEqn, operands: Sequence[Any], shape: tuple[int, ...]) -
   return tuple(dims)
 
 
+def _stack(eqn: JaxprEqn, operands: Sequence[Any], shape: tuple[int, ...]) -> Any:
+  axis, dims = eqn.params["axis"], operands[0].dims
+  return (*dims[:axis], ((None, len(operands)),), *dims[axis:])
+
+
 def _dropping(parameter: str) -> Callable[..., Any]:
   def drop(eqn: JaxprEqn, operands: Sequence[Any], shape: tuple[int, ...]) -> Any:
     return tuple(d for n, d in enumerate(operands[0].dims) if n not in eqn.params[parameter])
@@ -105,6 +110,7 @@ _RULES: dict[str, Callable[[JaxprEqn, Sequence[Any], tuple[int, ...]], Any]] = {
   "gather": _lookup,
   "sharding_constraint": _constrained,
   "broadcast_in_dim": _broadcast,
+  "stack": _stack,
   "squeeze": _dropping("dimensions"),
   "transpose": lambda eqn, operands, _: tuple(
     operands[0].dims[n] for n in eqn.params["permutation"]

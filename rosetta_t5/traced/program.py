@@ -44,7 +44,7 @@ class Value:
     flops: the floating-point operations of a matmul.
     params: the parameters of the primitive.
     is_boundary: whether it is the result of a layer.
-    is_temporary: whether it is computed in a loop other than one over layers, again for the gradient.
+    repeats: how often it is computed in a loop other than one over layers, and again for the gradient.
   """
 
   primitive: str
@@ -57,7 +57,7 @@ class Value:
   flops: float = 0.0
   params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   is_boundary: bool = False
-  is_temporary: bool = False
+  repeats: float = 1.0
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class _Reader:
   def __init__(self) -> None:
     """Starts without segments."""
     self.segments: list[Segment] = []
-    self._flops_factor = 1.0
+    self._repeats = 1.0
     self._in_layer = False
 
   def read(self, jaxpr: Jaxpr, inputs: Sequence[Value], consts: Sequence[Value]) -> list[Value]:
@@ -267,9 +267,9 @@ class _Reader:
       results = self._read_layer(params["jaxpr"], inputs, length)
       self.segments[-1].is_scanned = True
     else:
-      self._flops_factor *= length
+      self._repeats *= length
       results = self._read_closed(params["jaxpr"], inputs)
-      self._flops_factor /= length
+      self._repeats /= length
     stacked = [_with_first(value, length) for value in results[num_carried:]]
     return [*results[:num_carried], *stacked]
 
@@ -281,13 +281,13 @@ class _Reader:
     value.is_batched = any(x.is_batched for x in arrays)
     is_float = jax.numpy.issubdtype(value.dtype, jax.numpy.floating)
     value.is_trained = is_float and any(x.is_trained for x in arrays) and name != "stop_gradient"
-    value.params, value.is_temporary = eqn.params, self._flops_factor > 1
+    value.params, value.repeats = eqn.params, self._repeats
     if all(x.parameters for x in arrays) and not STORED.fullmatch(name):
       value.parameters = frozenset().union(*(x.parameters for x in arrays))
     if name == "dot_general" and value.is_batched:
       (contracted, _), _ = eqn.params["dimension_numbers"]
       inner = math.prod(operands[0].shape[n] for n in contracted)
-      value.flops = 2.0 * math.prod(shape) * inner * self._flops_factor
+      value.flops = 2.0 * math.prod(shape) * inner * value.repeats
     if not self._in_layer and (not self.segments or self.segments[-1].count):
       self.segments.append(Segment())
     self.segments[-1].values.append(value)

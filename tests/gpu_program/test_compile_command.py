@@ -17,7 +17,7 @@ import sys
 import jax
 import pytest
 
-from rosetta_t5.plan.activation_collectives import Collective
+from rosetta_t5.plan.collectives import Collective
 
 HERE = pathlib.Path(__file__).parent
 RECORD = HERE / "recorded.json"

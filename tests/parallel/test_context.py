@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from planned_work import planned_work
 from scalable_trees import scalable
 from tiny_models import (
   DECODER_ONLY,
@@ -31,8 +32,7 @@ from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8, w
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.data_layout import check_row_lengths
-from rosetta_t5.plan.activation_collectives import context_collectives
-from rosetta_t5.plan.workload import Workload
+from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.training.step import accumulate_gradients
 
 LENGTH = 16
@@ -167,17 +167,18 @@ def test_lower_precision_differs_from_one_device_by_rounding_only(fp8):
 
 
 @pytest.mark.slow
-def test_queries_are_exchanged_as_often_as_plan_counts():
+def test_the_bytes_of_queries_that_are_exchanged_are_those_of_the_plan():
   model, params, batch, mesh = make_case("rotary, flash, balanced")
   partitioner = PjitPartitioner(mesh=mesh)
   gradient = jax.grad(lambda params, batch: model.loss_fn(params, batch, None)[0])
   program = partitioner.partition(gradient, (None, partitioner.data_partition_spec), None)
   text = program.lower(params, batch).compile().as_text()
   shapes = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
-  work = Workload(model.network_config, {"decoder": LENGTH}, 1, partitioner.mesh.shape)
-  (planned,) = [each for each in context_collectives(work) if each.kind == "collective-permute"]
-  assert len(shapes) == planned.count
-  assert sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes) == planned.size
+  lengths, shape = {"decoder": LENGTH}, partitioner.mesh.shape
+  work = planned_work(model.network_config, lengths, 1, shape, partitioner)
+  planned = [each.size for each in step_collectives(work) if each.kind == "collective-permute"]
+  sent = sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes)
+  assert sum(planned) == sent
 
 
 @pytest.mark.slow

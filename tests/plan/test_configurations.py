@@ -105,7 +105,7 @@ def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
 
   def seconds(**changes):
     step = work.replace(**changes)
-    return estimate_step(memory, {}, {}, step, 1e15, GPUS["h100"], 0.4).step_seconds
+    return estimate_step(memory, step, 1e15, GPUS["h100"], 0.4).step_seconds
 
   plain = seconds()
   assert (

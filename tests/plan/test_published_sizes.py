@@ -79,8 +79,7 @@ def figures(name, gpus, batch, mesh, microbatches, policy):
     plan = Plan(resolved, GPU)
     assert not resolved.problems.messages
     memory = StateMemory.of(plan.state, plan.specs, plan.work)
-    parameters = (plan.state.params, plan.specs.params)
-    estimate = estimate_step(memory, *parameters, plan.work, plan.flops[0], GPU, MFU)
+    estimate = estimate_step(memory, plan.work, plan.flops[0], GPU, MFU)
     found.extend([sum(estimate.memory.values()), batch / estimate.step_seconds])
     return []
 
