@@ -303,43 +303,33 @@ def _run_flash(operands: Operands) -> Array:
   return sharded(*arrays)
 
 
-def _first_problem(problems: list[tuple[bool, str]]) -> str | None:
-  return next((text for is_problem, text in problems if is_problem), None)
-
-
 def _cudnn_refuses(case: AttentionCase, device: Any) -> str | None:
-  return _first_problem(
-    [
-      (
-        device.platform != "gpu",
-        f"needs an NVIDIA GPU, but jax runs on {device.platform}: set it to 'auto'",
-      ),
-      (
-        case.dtype != "bfloat16",
-        f"computes in bfloat16, but the network's dtype is {case.dtype}: set that to 'bfloat16', or it to "
-        "'xla'",
-      ),
-      (
-        case.head_dim % 8 != 0,
-        f"needs a head_dim that is a multiple of 8, got {case.head_dim}: set it to 'xla'",
-      ),
-      (
-        case.window is not None or case.softcap is not None,
-        f"supports no window and no softcap, got {case.window} and {case.softcap}: set it to 'flash'",
-      ),
-      (case.has_prefix, _NO_PREFIX),
-      (
-        case.packed,
-        "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False",
-      ),
-      (case.context_shards > 1, "does not support the mesh axis 'context': set it to 'flash'"),
-      (
-        bool(case.queries % 2 or case.keys % 2),
-        f"trains with a bias only if lengths are even, got {case.queries} and {case.keys}: change "
-        "TASK_FEATURE_LENGTHS, or set it to 'flash'",
-      ),
-    ]
-  )
+  if device.platform != "gpu":
+    return f"needs an NVIDIA GPU, but jax runs on {device.platform}: set it to 'auto'"
+  if case.dtype != "bfloat16":
+    return (
+      f"computes in bfloat16, but dtype is {case.dtype}: set it to 'flash', or dtype to 'bfloat16'"
+    )
+  if case.head_dim % 8 != 0:
+    return f"needs a head_dim that is a multiple of 8, got {case.head_dim}: set it to 'flash'"
+  if case.window is not None or case.softcap is not None:
+    given = f"{case.window} and {case.softcap}"
+    return f"supports no window and no softcap, got {given}: set it to 'flash'"
+  if case.has_prefix:
+    return _NO_PREFIX
+  if case.packed:
+    return (
+      "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False"
+    )
+  if case.context_shards > 1:
+    return "does not support the mesh axis 'context': set it to 'flash'"
+  if case.queries % 2 or case.keys % 2:
+    lengths = f"{case.queries} and {case.keys}"
+    return (
+      f"trains with a bias only if lengths are even, got {lengths}: change TASK_FEATURE_LENGTHS, or set "
+      "it to 'flash'"
+    )
+  return None
 
 
 _NO_PREFIX = (

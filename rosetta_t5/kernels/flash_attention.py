@@ -46,50 +46,38 @@ _INPUT_DIMS = Inputs("bthk", "bsgk", "bsgk", "hts", "bt", "bs", "t")
 _RESIDUAL_DIMS = Residuals("bthk", "bht", "bht")
 
 
-class KernelSettings(NamedTuple):
-  """How a kernel runs.
+class Tile(NamedTuple):
+  """The logits that a program computes at a time.
 
   Attributes:
-    block_t: the number of queries in a tile.
-    block_s: the number of keys in a tile.
-    warps: the number of warps (of 32 threads) of a program, which computes one tile.
-    stages: how many tiles of the loop are in shared memory at once.
+    block_t: the number of queries.
+    block_s: the number of keys.
   """
 
   block_t: int
   block_s: int
-  warps: int
-  stages: int
 
 
-class Tiling(NamedTuple):
-  """How each kernel runs."""
-
-  forward: KernelSettings
-  query_gradient: KernelSettings
-  key_gradient: KernelSettings
-  bias_gradient: KernelSettings
-
-
-# By head size, up to which a row applies, and by whether the tensor cores take their operands from shared
-# memory (Hopper and Blackwell data-center GPUs). Others, and key_gradient everywhere, hold operands or
-# two sums in registers, so that a loop with tiles of 64 would leave room for one program or would spill.
-# benchmarks/results/2026-11-22-flash-kernel.md has the figures of the alternatives.
-_T64_S64, _T64_S32 = KernelSettings(64, 64, 4, 2), KernelSettings(64, 32, 4, 2)
-_T32_S64, _T32_S32 = KernelSettings(32, 64, 4, 2), KernelSettings(32, 32, 4, 2)
-_TILINGS = {
-  (64, False): Tiling(_T64_S32, _T64_S32, _T32_S64, _T64_S32),
-  (64, True): Tiling(_T64_S64, _T64_S64, _T32_S64, _T64_S64),
-  (128, False): Tiling(_T64_S32, _T64_S32, _T32_S32, _T64_S32),
-  (128, True): Tiling(_T64_S32, _T64_S32, _T32_S64, _T64_S32),
+# The warps (of 32 threads) of a program, and how many tiles of its loop are in shared memory at once.
+_WARPS, _STAGES = 4, 2
+# The tiles of key_gradient and of the other kernels, by head size, up to which a row applies, and by whether
+# the tensor cores take their operands from shared memory (Hopper and Blackwell data-center GPUs). Others, and
+# key_gradient everywhere, hold operands or two sums in registers, so that a loop with tiles of 64 would leave
+# room for one program or would spill. benchmarks/results/2026-11-22-flash-kernel.md has the figures.
+_TILES = {
+  (64, False): (Tile(32, 64), Tile(64, 32)),
+  (64, True): (Tile(32, 64), Tile(64, 64)),
+  (128, False): (Tile(32, 32), Tile(64, 32)),
+  (128, True): (Tile(32, 64), Tile(64, 32)),
 }
 
 
-def tiling_for(size: int, device_kind: str | None) -> Tiling:
-  """Returns how the kernels run for a head size on a GPU; see `FlashOptions.gpu`."""
+def _tile_of(kernel: str, size: int, device_kind: str | None) -> Tile:
+  """Returns the tile of a kernel for a head size on a GPU; see `FlashOptions.gpu`."""
   gpu = gpu_of(device_kind or "")
   reads_shared_memory = gpu is not None and gpu.capability[0] in (9, 10)
-  return _TILINGS[64 if size <= 64 else 128, reads_shared_memory]
+  of_key_gradient, of_others = _TILES[64 if size <= 64 else 128, reads_shared_memory]
+  return of_key_gradient if kernel == "key_gradient" else of_others
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -179,17 +167,17 @@ def _call(
     options: what is computed.
   """
   inputs, grid = arguments[0], _GRIDS[name]
-  settings = getattr(tiling_for(inputs.q.shape[3], options.gpu), name)
+  tile = _tile_of(name, inputs.q.shape[3], options.gpu)
   kernel = getattr(flash_kernels, f"{name}_kernel")
-  work, work_dims = _work(grid[:2], arguments, settings, options)
+  work, work_dims = _work(grid[:2], arguments, tile, options)
   absent = {name: None for name, array in inputs._asdict().items() if array is None}
   dims = (_INPUT_DIMS._replace(**absent), _RESIDUAL_DIMS)[: len(arguments)] + work_dims
   batch, length, heads, size = inputs.q.shape
   sizes = {"b": batch, "t": length, "s": inputs.k.shape[1], "h": heads, "k": size}
   sizes["g"] = inputs.k.shape[2]
-  blocks = {"t": settings.block_t, "s": settings.block_s}
+  blocks = {"t": tile.block_t, "s": tile.block_s}
   spec = functools.partial(_block_spec, grid, sizes, blocks)
-  setting = Setting(settings.block_t, settings.block_s, keys, options)
+  setting = Setting(*tile, keys, options)
   return pl.pallas_call(
     functools.partial(kernel, setting=setting),
     grid=tuple(sizes[dim] // blocks.get(dim, 1) for dim in grid),
@@ -198,19 +186,17 @@ def _call(
     out_shape=tuple(
       jax.ShapeDtypeStruct(tuple(sizes[dim] for dim in dims), dtype) for dims, dtype in outputs
     ),
-    compiler_params=plt.CompilerParams(num_warps=settings.warps, num_stages=settings.stages),
+    compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
     interpret=options.gpu is None,
     name=kernel.__name__,
   )(*arguments, *work)
 
 
-def _work(
-  grid: str, arguments: tuple, settings: KernelSettings, options: FlashOptions
-) -> tuple[tuple, tuple]:
+def _work(grid: str, arguments: tuple, tile: Tile, options: FlashOptions) -> tuple[tuple, tuple]:
   """Returns the arrays that state which tiles each program of a kernel computes, and their dimensions."""
   inputs = arguments[0]
   segments = Segments(inputs.query_segments, inputs.key_segments, inputs.query_positions)
-  visible_BTS = visible_tiles(segments, settings.block_t, settings.block_s, options)
+  visible_BTS = visible_tiles(segments, *tile, options)
   if grid == "tb":
     return (tile_range(visible_BTS),), (TileRange("bT", "bT"),)
   if grid == "sb":

@@ -14,7 +14,7 @@ from rosetta_t5.kernels.attention import real_queries
 from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.config import LayerKind, NetworkConfig
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
-from rosetta_t5.networks.layers.dense import MlpBlock, nd_dense_init
+from rosetta_t5.networks.layers.dense import MlpBlock
 from rosetta_t5.networks.layers.dropout import feature_dropout
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.norms import make_norm
@@ -89,19 +89,13 @@ class Block(nn.Module):
   def _attention(self, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
     cfg = self.config
     divisor = math.sqrt(cfg.head_dim) if cfg.scale_queries else None
-    if cfg.init_stddev is not None:
-      attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
-    elif cfg.nd_kernels:
-      attributes["kernel_init"] = nd_dense_init(1.0, "fan_in", "normal")
     return MultiHeadDotProductAttention(
       num_heads=cfg.num_heads,
       head_dim=cfg.head_dim,
-      dtype=cfg.dtype,
       dropout_rate=cfg.dropout_rate,
       float32_logits=cfg.float32_attention_logits,
       scale_attn_logits=cfg.scale_attn_logits,
       nd_kernel=cfg.nd_kernels,
-      matmul=cfg.matmul,
       row_axes=cfg.row_axes,
       fuse_qkv_params=cfg.fuse_qkv_params,
       attention_kernel=cfg.kernel,
@@ -113,8 +107,17 @@ class Block(nn.Module):
       softcap=cfg.attention_softcap,
       make_head_norm=functools.partial(make_norm, cfg, axis="kv") if cfg.qk_norm else None,
       name=name,
+      **self._of_projections(),
       **attributes,
     )
+
+  def _of_projections(self) -> dict[str, Any]:
+    """Returns the attributes that all projections of the layer have."""
+    cfg = self.config
+    shared: dict[str, Any] = {"dtype": cfg.dtype, "matmul": cfg.matmul}
+    if cfg.init_stddev is not None:
+      shared["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
+    return shared
 
   def _feed_forward(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
     cfg = self.config
@@ -122,12 +125,9 @@ class Block(nn.Module):
       "intermediate_dim": cfg.mlp_dim,
       "activations": cfg.mlp_activations,
       "intermediate_dropout_rate": cfg.dropout_rate,
-      "dtype": cfg.dtype,
-      "matmul": cfg.matmul,
       "use_bias": cfg.use_bias or cfg.mlp_bias,
+      **self._of_projections(),
     }
-    if cfg.init_stddev is not None:
-      attributes["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
     if not self.kind.has_experts:
       block = MlpBlock(**attributes, row_axes=cfg.row_axes, name="mlp")
       return block(x, deterministic=inputs.deterministic, rows=inputs.rows)

@@ -181,61 +181,53 @@ class NetworkConfig(ExpertSettings):
       check_one_of(f"{self.name}.{field}", getattr(self, field), known)
     for kind in self.layer_pattern:
       check_one_of(f"{self.name}.layer_pattern", kind, LAYER_PATTERN)
-    for is_contradiction, advice in self._contradictions():
-      if is_contradiction:
-        raise ValueError(f"{self.name}.{advice}")
+    if contradiction := self._contradiction():
+      raise ValueError(f"{self.name}.{contradiction}")
 
-  def _contradictions(self) -> list[tuple[bool, str]]:
+  def _contradiction(self) -> str | None:
+    """Returns what must be changed, which begins with the name of a field; None if nothing must be."""
     heads, groups, window = self.num_heads, self.kv_heads, self.window
-    return [
-      (
-        jnp.dtype(self.dtype) == jnp.float16,
-        "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'",
-      ),
-      (
-        self.router != "switch" and self.num_experts == 1,
-        f"router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = 'switch'",
-      ),
-      (
-        self.layers_of("encoder") == 0 and self.router == "expert_choice",
+    if jnp.dtype(self.dtype) == jnp.float16:
+      return "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
+    if self.router != "switch" and self.num_experts == 1:
+      return f"router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = 'switch'"
+    if self.layers_of("encoder") == 0 and self.router == "expert_choice":
+      return (
         "router must be 'switch' or 'top_2' in a decoder, got 'expert_choice': the experts of a token would "
-        "depend on later tokens, which do not exist when the model decodes",
-      ),
-      (
-        heads % groups != 0,
+        "depend on later tokens, which do not exist when the model decodes"
+      )
+    if heads % groups != 0:
+      return (
         f"num_kv_heads = {groups} must divide num_heads = {heads}, since each key head is shared by a "
-        "group of query heads: set a divisor, or None",
-      ),
-      (
-        self.positions == "rotary" and self.head_dim % 2 == 1,
+        "group of query heads: set a divisor, or None"
+      )
+    if self.positions == "rotary" and self.head_dim % 2 == 1:
+      return (
         f"head_dim must be even for positions = 'rotary', which rotates pairs of features, got "
-        f"{self.head_dim}: set an even number, or positions = 'learned'",
-      ),
-      (
-        self.scale_attn_logits and (self.scale_queries or self.query_scale is not None),
-        "scale_queries (or query_scale) and scale_attn_logits would both divide by √head_dim: set only one "
-        "of them",
-      ),
-      (
-        (window is not None) != ("local" in self.layer_pattern),
+        f"{self.head_dim}: set an even number, or positions = 'learned'"
+      )
+    if self.scale_attn_logits and (self.scale_queries or self.query_scale is not None):
+      return "scale_queries (or query_scale) and scale_attn_logits would both divide by √head_dim: set one"
+    if (window is not None) != ("local" in self.layer_pattern):
+      return (
         f"window = {window} and layer_pattern = {tuple(self.layer_pattern)} contradict each other: local "
-        "layers need a window, and a window local layers, such as layer_pattern = ('global', 'local')",
-      ),
-      (
-        self.local_rope_theta is not None and (window is None or self.positions != "rotary"),
-        f"local_rope_theta = {self.local_rope_theta} needs positions = 'rotary' and local layers: set it "
-        "to None",
-      ),
-      (
-        self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0),
-        "parallel_blocks = True is computed for decoder-only networks without post_norms: set it to False",
-      ),
-      (
-        self.param_scan_axis not in (0, 1),
+        "layers need a window, and a window local layers, such as layer_pattern = ('global', 'local')"
+      )
+    if self.local_rope_theta is not None and (window is None or self.positions != "rotary"):
+      theta = self.local_rope_theta
+      return (
+        f"local_rope_theta = {theta} needs positions = 'rotary' and local layers: set it to None"
+      )
+    if self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0):
+      return (
+        "parallel_blocks = True needs a decoder-only network without post_norms: set it to False"
+      )
+    if self.param_scan_axis not in (0, 1):
+      return (
         f"param_scan_axis must be 0 or 1, got {self.param_scan_axis!r}: the scale of a norm has one "
-        "dimension, so layers can be stacked before or after it",
-      ),
-    ]
+        "dimension, so layers can be stacked before or after it"
+      )
+    return None
 
   @property
   def name(self) -> str:

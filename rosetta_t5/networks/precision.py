@@ -170,27 +170,18 @@ def _current_scaling_matmul(
   return fp8_matmul(x_NI, w_IO, dividing_axes(axes, x_NI.shape + w_IO.shape[1:]))
 
 
-def _delayed_scaling_matmul(
-  module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
-) -> jax.Array:
-  """Returns x·w in fp8; the scales come from the maxima of the last 1024 steps."""
-  del module
-  # The name is part of the variables' paths in checkpoints.
-  product: jax.Array = DelayedScaling(name="DelayedProduct_0")(x_NI, w_IO, axes)
-  return product
-
-
 _MATMULS: dict[str, Matmul] = {
   "current": _current_scaling_matmul,
-  "delayed": _delayed_scaling_matmul,
+  # The name is part of the variables' paths in checkpoints.
+  "delayed": lambda _, x_NI, w_IO, axes: DelayedScaling(name="DelayedProduct_0")(x_NI, w_IO, axes),
 }
 
 
 class DelayedScaling(nn.Module):
-  """The maxima of `_delayed_scaling_matmul`, as variables whose gradient is their next value.
+  """The matmul in fp8 whose scales come from the maxima of the last 1024 steps.
 
-  Without these variables (`_overwrite_with_gradient`), as in evaluation, each array is scaled by its own
-  maximum.
+  The maxima are variables whose gradient is their next value (`_overwrite_with_gradient`). Without
+  these variables, as in evaluation, each array is scaled by its own maximum.
   """
 
   @nn.compact

@@ -71,9 +71,8 @@ class Encoder(nn.Module):
     positions = encoder_positions
     if positions is None and cfg.positions != "relative":
       positions = jnp.arange(encoder_input_tokens.shape[1], dtype=jnp.int32)[None]
-    inputs = LayerInputs(
-      **_for_kernel(cfg, encoder_mask), positions=positions, deterministic=deterministic
-    )
+    visible, local = _prepared(cfg, encoder_mask, cfg.kernel)
+    inputs = LayerInputs(visible, local, positions=positions, deterministic=deterministic)
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
     x = _embed(self, embedding, encoder_input_tokens, inputs)
     x = make_norm(cfg, "encoder_norm")(_run_layers(self, "encoder", x, inputs))
@@ -117,7 +116,7 @@ class Decoder(nn.Module):
     if isinstance(cross, Visibility):
       cross = KERNELS[kernel].prepare(cross)
     inputs = LayerInputs(
-      **_for_kernel(cfg, decoder_mask, kernel),
+      *_prepared(cfg, decoder_mask, kernel),
       cross_visible=cross,
       encoded=None if encoded is None else _swap_length(cfg, encoded),
       positions=positions,
@@ -174,13 +173,14 @@ def _swap_length(config: NetworkConfig, x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 
 
-def _for_kernel(config: NetworkConfig, mask: Mask, kernel: str | None = None) -> dict[str, Any]:
-  """Returns the fields of `LayerInputs` that say which query sees which key."""
+def _prepared(config: NetworkConfig, mask: Mask, kernel: str) -> tuple[Any, Any]:
+  """Returns which query sees which key in the form that a kernel takes, for global and local layers."""
   if not isinstance(mask, Visibility):
-    return {"visible": mask, "local_visible": mask}
-  prepare = KERNELS[kernel or config.kernel].prepare
-  local = prepare(dataclasses.replace(mask, window=config.window)) if config.window else None
-  return {"visible": prepare(mask), "local_visible": local}
+    return mask, mask
+  prepare, local = KERNELS[kernel].prepare, None
+  if config.window is not None:
+    local = prepare(dataclasses.replace(mask, window=config.window))
+  return prepare(mask), local
 
 
 def _embed(stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInputs) -> jax.Array:

@@ -54,8 +54,7 @@ class MultiHeadDotProductAttention(nn.Module):
     kernel_init: initializer of the four kernels; the query's values are divided by √head_dim.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
-    nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed], and how
-      `kernel_init` is called; see `DenseGeneral`.
+    nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed].
     matmul: how rows are multiplied by the kernels; see `DenseGeneral`.
     row_axes: the logical axes of the first two dimensions of inputs and output.
     fuse_qkv_params: whether one matmul computes queries, keys and values in self-attention, and keys
@@ -162,12 +161,9 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
     out_axes = ("heads", "kv", "embed") if self.nd_kernel else ("joined_kv", "embed")
-    out_options: dict[str, Any] = {
-      "kernel_init": self.kernel_init,
-      "use_bias": self.use_bias,
-      "axis": (-2, -1),
-    }
-    return self._dense("out", inputs_q.shape[-1], out_axes, **out_options)(outputs_BTHK)
+    out_options: dict[str, Any] = {"kernel_init": self.kernel_init, "use_bias": self.use_bias}
+    out = self._dense("out", inputs_q.shape[-1], out_axes, axis=(-2, -1), **out_options)
+    return out(outputs_BTHK)
 
   def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
     if prefill and decode:
@@ -221,22 +217,22 @@ class MultiHeadDotProductAttention(nn.Module):
   ) -> list[Any]:
     """Returns the projections to queries, keys and values, or the parameters of those in `fused`."""
 
-    def divided_init(*args: Any) -> Array:
-      return self.kernel_init(*args) / depth_scale
-
     axes = ("embed", "heads", "kv") if self.nd_kernel else ("embed", "joined_kv")
-    projections = []
-    for name in ("query", "key", "value"):
-      is_query = name == "query"
-      is_init_divided = is_query and self.query_divisor is None
-      options: dict[str, Any] = {
-        "kernel_init": divided_init if is_init_divided else self.kernel_init
-      }
+
+    def query_init(*args: Any) -> Array:
+      init = self.kernel_init(*args)
+      return init / depth_scale if self.query_divisor is None else init
+
+    def project(name: str, heads: int, init: Initializer, divisor: Any = None) -> Any:
+      options = {"kernel_init": init, "kernel_divisor": divisor}
       options["use_bias"] = self.use_bias or self.qkv_bias
-      options["kernel_divisor"] = depth_scale if is_query and divides_kernel else None
-      features = (self.num_heads if is_query else self.kv_heads, self.head_dim)
-      projections.append(self._dense(name, features, axes, name in fused, **options))
-    return projections
+      return self._dense(name, (heads, self.head_dim), axes, name in fused, **options)
+
+    return [
+      project("query", self.num_heads, query_init, depth_scale if divides_kernel else None),
+      project("key", self.kv_heads, self.kernel_init),
+      project("value", self.kv_heads, self.kernel_init),
+    ]
 
   @property
   def kv_heads(self) -> int:

@@ -29,27 +29,6 @@ Initializer = Callable[..., Array]
 fan_in_truncated_normal = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
-def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
-  """Returns a variance-scaling initializer that is called with its input and output dimensions.
-
-  It is called as init(key, shape, dtype, in_axis, out_axis), as `nd_kernel=True` requires. Reshaped
-  to a matrix, its values are those of `nn.initializers.variance_scaling` for that matrix.
-
-  Args:
-    scale: a factor on the variance.
-    mode: `fan_in`, `fan_out` or `fan_avg`.
-    distribution: `normal`, `truncated_normal` or `uniform`.
-  """
-
-  def initialize(
-    key: Array, shape: Sequence[int], dtype: Any, in_axis: Sequence[int], out_axis: Sequence[int]
-  ) -> Array:
-    scaling: Any = nn.initializers.variance_scaling
-    return scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
-
-  return initialize
-
-
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
   return (value,) if isinstance(value, int) else tuple(value)
 
@@ -57,15 +36,14 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 class DenseParameters(nn.Module):
   """The kernel and bias of a projection, for a caller that stacks several kernels into one matmul.
 
-  The kernel is stored and initialized as a matrix [inputs, outputs], as in T5X's T5. With `nd_kernel`
-  it keeps its separate dimensions, as in T5X's scalable T5.
+  The kernel is initialized as a matrix [inputs, outputs], and stored as one, as in T5X's T5. With
+  `nd_kernel` it is stored with its separate dimensions, as in T5X's scalable T5.
 
   Attributes:
     features: the size of the output's last dimension, or the sizes of its last dimensions.
     axis: the input dimensions that are contracted; they must be the last ones.
     dtype: the type of the matmul; parameters are stored in float32.
-    kernel_init: called as init(key, [inputs, outputs], float32), or with `nd_kernel` as
-      init(key, [*inputs, *outputs], float32, in_axis, out_axis).
+    kernel_init: called as init(key, [inputs, outputs], float32).
     kernel_axes: the logical axes of the kernel's dimensions.
     nd_kernel: whether the kernel is stored as [*inputs, *outputs].
     use_bias: whether there is a bias [outputs], initially zero. T5 has none.
@@ -94,14 +72,13 @@ class DenseParameters(nn.Module):
   def _parameters(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     features, axes = _as_tuple(self.features), tuple(self.kernel_axes)
     contracted = inputs.shape[len(self._leading_shape(inputs)) :]
-    shape = (*contracted, *features)
     matrix = (math.prod(contracted), math.prod(features))
-    if self.nd_kernel:
-      dims = tuple(range(len(shape)))
-      in_out = (dims[: len(contracted)], dims[len(contracted) :])
-      stored = param_with_axes("kernel", self.kernel_init, shape, jnp.float32, *in_out, axes=axes)
-    else:
-      stored = param_with_axes("kernel", self.kernel_init, matrix, jnp.float32, axes=axes)
+    shape = (*contracted, *features) if self.nd_kernel else matrix
+
+    def initialize(key: jax.Array) -> jax.Array:
+      return self.kernel_init(key, matrix, jnp.float32).reshape(shape)
+
+    stored = param_with_axes("kernel", initialize, axes=axes)
     kernel = jnp.asarray(stored.reshape(matrix), self.dtype)
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
@@ -205,7 +182,7 @@ class MlpBlock(nn.Module):
     kernel_init: initializer of all kernels.
     intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
     dtype: the type of the matmuls.
-    nd_kernel: how `kernel_init` is called; see `DenseGeneral`.
+    nd_kernel: see `DenseGeneral`.
     matmul: see `DenseGeneral`.
     use_bias: whether the projections have biases.
     row_axes: see `DenseGeneral`.

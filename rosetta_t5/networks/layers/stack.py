@@ -200,6 +200,14 @@ def _collections_in_use(module: nn.Module) -> set[str]:
   return present | ({"intermediates"} if mutable else set())  # a filter, such as True
 
 
+# Why layers with variables of a collection cannot run as a pipeline, and what to change.
+_NOT_IN_PIPELINES = {
+  OVERWRITE_WITH_GRADIENT: "te_helper.TransformerEngineConfig.recipe = 'delayed' is not supported with a "
+  "pipeline: set it to 'current'",
+  KFAC_FACTORS: "precondition_by_kfac cannot measure the layers of a pipeline: set another OPTIMIZER",
+}
+
+
 def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
   """Returns why the layers cannot run as a pipeline, and what to change; None if they can.
 
@@ -207,26 +215,18 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
     config: the network's config.
     collections: the variable collections that its layers read or write in training.
   """
-  without_pipeline = "or remove 'pipeline' from partitioning.PjitPartitioner.mesh"
   if has_experts(config):
     return (
       f"{type(config).__name__}.num_experts = {config.num_experts} is not supported with a pipeline: set "
       "it to 0, or use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
     )
-  if KFAC_FACTORS in collections:
-    return (
-      "precondition_by_kfac cannot measure the layers of a pipeline: set another OPTIMIZER, "
-      + without_pipeline
-    )
-  if OVERWRITE_WITH_GRADIENT in collections:
-    return (
-      "te_helper.TransformerEngineConfig.recipe = 'delayed' is not supported with a pipeline: set it to "
-      "'current', " + without_pipeline
-    )
   others = sorted(set(collections) - {"params", "params_axes"})
-  if others:
-    return (
-      "layers of a pipeline must have no variables other than parameters, got the collections "
-      f"{', '.join(others)}: call the model without them, {without_pipeline}"
-    )
-  return None
+  if not others:
+    return None
+  reason = (
+    "layers of a pipeline must have no variables other than parameters, got the collections "
+    f"{', '.join(others)}: call the model without them"
+  )
+  for name, known_reason in _NOT_IN_PIPELINES.items():
+    reason = known_reason if name in others else reason
+  return f"{reason}, or remove 'pipeline' from partitioning.PjitPartitioner.mesh"

@@ -1,7 +1,12 @@
 """T5X's `examples.scalable_t5.layers`, whose kernels keep heads and head size as separate dimensions."""
 
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
 from rosetta_t5.networks.layers import dense
-from rosetta_t5.networks.layers.dense import Initializer, nd_dense_init
+from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.embedding import Embed
 from rosetta_t5.networks.layers.norms import LayerNorm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
@@ -14,6 +19,24 @@ from t5x.examples.t5.layers import (
   make_causal_mask,
   make_decoder_mask,
 )
+
+
+def nd_dense_init(scale: float, mode: str, distribution: str) -> Initializer:
+  """Returns an initializer of kernels, which may be called with their input and output dimensions.
+
+  Args:
+    scale: a factor on the variance.
+    mode: `fan_in`, `fan_out` or `fan_avg`.
+    distribution: `normal`, `truncated_normal` or `uniform`.
+  """
+
+  def initialize(
+    key: Any, shape: Any, dtype: Any = jnp.float32, in_axis: Any = -2, out_axis: Any = -1
+  ) -> Any:
+    scaling: Any = nn.initializers.variance_scaling
+    return scaling(scale, mode, distribution, in_axis, out_axis)(key, shape, dtype)
+
+  return initialize
 
 
 class DenseGeneral(dense.DenseGeneral):
