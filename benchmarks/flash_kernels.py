@@ -27,7 +27,7 @@ from rosetta_t5.gpu_program.compiler import (
   use_compiler_without_gpu,
 )
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.flash_kernels import Segments
+from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
 
 KERNELS = tuple(
@@ -72,7 +72,8 @@ def compile_attention(
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
   def loss(operands: tuple, segments: Segments) -> jax.Array:
-    out = flash_attention(*operands, segments, causal)
+    options = FlashOptions(causal, gpu=GPUS[gpu].kind)
+    out = flash_attention(*operands, segments, options)
     return jnp.sum(out.astype(jnp.float32))
 
   shapes = ((batch, length, heads, size) for length in (queries, keys, keys))

@@ -105,7 +105,7 @@ def verify_matching_vocabs(cfg: DatasetConfig, model: Any) -> None:
   if pad_id := setting_of(config, "pad_id"):
     raise ValueError(
       f"network.{type(config).__name__}.pad_id = {pad_id}, but rows of the task '{cfg.name}' are padded "
-      "with 0, as SeqIO does: set it to 0, or make batches of your own (train.get_dataset_fn)"
+      "with 0, as SeqIO does: set it to 0, or set verify_matching_vocabs_fn = None and make batches of your own"
     )
   rows, needed = setting_of(config, "vocab_size"), max(v.vocab_size for v in vocabularies)
   if rows is not None and rows < needed:
