@@ -59,9 +59,9 @@ VERBS = {
     ("--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",),
   ),
   "chat": Verb(
-    "Fill the blanks in sentences that you type.",
-    ("quickstart/run", "quickstart/run/checkpoint_600"),
-    "cli.text_commands:chat_arguments",
+    "Answer messages by a model's chat template, or fill the blanks in sentences that you type.",
+    ("quickstart/run", "models/llama-3.2-1b-instruct --output_length 256"),
+    "cli.chat:add_arguments",
   ),
   "check": Verb(
     "Report all errors in gin files, and what they would run; nothing is run.",

@@ -1,4 +1,4 @@
-"""The commands `rosetta-t5 infer --input` and `rosetta-t5 chat`, which use a model on plain text."""
+"""`rosetta-t5 infer --input`, which uses a model on texts, rows and conversations, and its options."""
 
 import argparse
 import contextlib
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rosetta_t5 import terminal
-from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.files import exclusive_output
 from rosetta_t5.terminal import output_file, positive_integer, positive_number
 
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
 OPTIONS = ("template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
+_NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
 
@@ -39,7 +39,7 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
   add_length_options(add)
-  _add_decoding_options(parser)
+  add_decoding_options(parser)
 
 
 def add_length_options(add: Callable[..., Any]) -> None:
@@ -48,7 +48,7 @@ def add_length_options(add: Callable[..., Any]) -> None:
     add(f"--{name}", type=positive_integer, help="tokens; the training run's by default")
 
 
-def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
   """Adds the options whose names are those of the arguments of the decode functions."""
   add = parser.add_argument_group("decoding").add_argument
   add("--repetition_penalty", type=positive_number, help="above 1, tokens are repeated less")
@@ -97,11 +97,11 @@ class Row(NamedTuple):
 
   Attributes:
     inputs: its text, or the record of its columns.
-    example: {"input": text, "target": text}; None for an empty line.
+    example: {"input": text or messages, "target": text}; None for an empty line.
   """
 
   inputs: str | Mapping[str, Any]
-  example: dict[str, str] | None
+  example: dict[str, Any] | None
 
 
 def read_rows(options: argparse.Namespace) -> Iterator[Row]:
@@ -110,21 +110,17 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
   Raises:
     ValueError: the records need a template, or a row cannot be used.
   """
-  from rosetta_t5.data.reading import DEFAULT_OPTIONS, BadExample, make_converter
+  from rosetta_t5.data.reading import BadExample, make_converter
 
   path, template, targets = options.input, options.template, options.targets
-  file_format = "text"
-  with contextlib.suppress(ValueError):
-    file_format = DEFAULT_OPTIONS.format_of(path)
-  if template is None and (targets is not None or file_format != "text"):
-    raise ValueError(
-      f"The rows of {path} have columns: give the model's input, such as --template 'question: "
-      "{question} context: {context}'"
-    )
+  file_format = _format_of(path)
+  if template is None and targets is not None:
+    raise ValueError(f"The rows of {path} {_NEEDS_TEMPLATE}")
   if template is not None and file_format == "text":
     file_format = "jsonl"
   templates = {"input": template or "text", "target": targets}
-  convert = make_converter({key: text for key, text in templates.items() if text is not None})
+  convert: Any = make_converter({key: x for key, x in templates.items() if x is not None})
+  convert = _conversation if _has_conversations(options) else convert
   for number, content in _numbered_records(path, file_format, options.quoted):
     if isinstance(content, str) and not content.strip():
       yield Row(content, None)
@@ -134,6 +130,28 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     if isinstance(example, str):
       raise ValueError(f"Line {number} of the input cannot be used: {example}")
     yield Row(content, {"target": "", **example})
+
+
+def _format_of(path: str) -> str:
+  """Returns the format that a file's name shows; "text" for other names, such as - for standard input."""
+  from rosetta_t5.data.reading import DEFAULT_OPTIONS
+
+  with contextlib.suppress(ValueError):
+    return DEFAULT_OPTIONS.format_of(path)
+  return "text"
+
+
+def _has_conversations(options: argparse.Namespace) -> bool:
+  """Returns whether the rows are conversations for the model's chat template: without --template."""
+  return options.template is None and _format_of(options.input) != "text"
+
+
+def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
+  """Returns the messages of a row as the input, or the reason why there are none."""
+  from rosetta_t5.data.vocabularies.chat_template import conversation_of
+
+  found = conversation_of(record)
+  return f"the rows {_NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
 
 
 def _numbered_records(
@@ -217,6 +235,7 @@ def _infer_rows(
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.inference_data import default_preprocessors
+  from rosetta_t5.inference.chat_prompts import ChatPrompts
   from rosetta_t5.inference.infer_fn import notes_on_tokens_left_behind
   from rosetta_t5.inference.text_inference import InferenceType, TextInference
   from rosetta_t5.models.batch_metrics import LEFT_BEHIND
@@ -230,12 +249,17 @@ def _infer_rows(
     inputs_end="inputs" in model.lengths,
   )
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
-  call, empty = (default_preprocessors(), model.state), None if is_scoring else b""
+  prompts = ChatPrompts(model.model) if _has_conversations(options) else None
+  preprocessors = prompts.preprocessors if prompts else default_preprocessors()
+  call, empty = (preprocessors, model.state), None if is_scoring else b""
+  decodes = _decodes(options) | (prompts.decoding if prompts else {})
   truncated, left_behind = Counter[str](), list[float]()
   while batch := list(itertools.islice(rows, size)):
     examples = [row.example for row in batch if row.example is not None]
+    if prompts:
+      examples = [{**example, "input": prompts(example["input"])} for example in examples]
     truncated += texts.count_truncated(examples)
-    results, aux = texts.infer(mode, examples, *call, **_decodes(options)) if examples else ([], {})
+    results, aux = texts.infer(mode, examples, *call, **decodes) if examples else ([], {})
     fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
     left_behind += fractions
     scores = aux.get("scores", [None] * len(results))
@@ -323,31 +347,3 @@ def _search_instead_of_greedy(model: Any) -> None:
       kept["max_decode_step"] = bound["max_decode_steps"]
     set_decode_fn(model, decoding.beam_search, **kept)
     print("note: several decodes are made by beam search, not greedily", file=sys.stderr)
-
-
-def chat_arguments(parser: argparse.ArgumentParser) -> None:
-  """Adds the arguments of `rosetta-t5 chat`."""
-  parser.add_argument("model_dir", help="MODEL_DIR of a run that was trained by span corruption")
-  _add_decoding_options(parser)
-  add_trust_option(parser)
-  parser.set_defaults(run=chat)
-
-
-def chat(options: argparse.Namespace) -> int:
-  """Reads sentences with blanks from the terminal, and prints them with the blanks filled."""
-  from rosetta_t5.inference.text_inference import BLANK, BlankFiller
-  from rosetta_t5.trained_model import open_model_dir
-
-  model = open_model_dir(options.model_dir, trust=options.trust)
-  apply_decoding_options(options, model.model)
-  fill = BlankFiller(model.model, model.state.params, model.lengths["inputs"])
-  print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
-  if isinstance(sys.stdin, io.TextIOWrapper):
-    sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.
-  with contextlib.suppress(EOFError):
-    while text := input("> ").strip():
-      try:
-        print(fill([text])[0], flush=True)
-      except ValueError as error:  # An error in one line does not end the command.
-        print(error, flush=True)
-  return 0

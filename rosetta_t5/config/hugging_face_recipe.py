@@ -10,6 +10,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import has_own_biases, to_pla
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
+from rosetta_t5.data.vocabularies.tokenizer_folder import read_tokenizer_folder
 from rosetta_t5.files import read_json_object
 
 # Where a SentencePiece model is looked for, in this order.
@@ -120,15 +121,16 @@ class _Folder:
   def _vocabulary(self) -> tuple[str, dict[str, Any]]:
     """Returns the function that makes the folder's vocabulary, and its arguments.
 
-    A SentencePiece model is preferred, because it works in tasks and exports too. It is not used if tokens
-    were added to it, or if texts end with another token.
+    A SentencePiece model is preferred, because it works in exports too. It is not used if tokens were added
+    to it, if texts end with another token, or if the folder has a chat template.
     """
     path = self.path
     if self.tokenizer_config.get("tokenizer_class") == "ByT5Tokenizer":
       return "seqio.ByteVocabulary", {"extra_ids": self.tokenizer_config.get("extra_ids", 125)}
     model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
     tokenizer = path / "tokenizer.json"
-    if model is not None and not self.is_shifted:
+    templates = read_tokenizer_folder(str(path)).templates if tokenizer.exists() else {}
+    if model is not None and not (self.is_shifted or templates):
       extra_ids, missing = self._extra_tokens(model)
       if not (missing and tokenizer.exists()):
         if missing:
@@ -137,8 +139,7 @@ class _Folder:
         arguments = {"sentencepiece_model_file": str(model), "extra_ids": extra_ids}
         return "seqio.SentencePieceVocabulary", arguments
     if tokenizer.exists():
-      arguments = {"eos_token": self._eos_token(), "shift": int(self.is_shifted)}
-      return "data.tokenizer_vocabulary", {"file": str(tokenizer), **arguments}
+      return "data.tokenizer_vocabulary", {"file": str(tokenizer), "shift": int(self.is_shifted)}
     if (path / "vocab.json").exists() and (path / "merges.txt").exists():
       files = {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")}
       return "data.gpt2_vocabulary", files
@@ -170,18 +171,6 @@ class _Folder:
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     names = [*_read(self.path / "added_tokens.json"), *extra]
     return list(dict.fromkeys([*(token["content"] for token in listed), *map(str, names)]))
-
-  def _eos_token(self) -> str:
-    """Returns the token with which texts end: that of config.json, else that of tokenizer_config.json."""
-    from tokenizers import Tokenizer
-
-    ids = self.config.get("eos_token_id")
-    number = ids[0] if isinstance(ids, list) else ids
-    tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
-    if number is not None and (token := tokenizer.id_to_token(number)):
-      return str(token)
-    token = self.tokenizer_config.get("eos_token") or "</s>"
-    return str(token["content"] if isinstance(token, dict) else token)
 
   def _decoding(self) -> tuple[str, dict[str, Any]]:
     """Returns the decode function for a generation_config.json and its arguments."""

@@ -64,6 +64,7 @@ _VOCABULARY_FILES = {
 }
 # The arguments of functions that name data, a path or a list of paths.
 _DATA_FILES = {
+  "rosetta_t5.data.chat_task": ("files", "validation_files"),
   "rosetta_t5.data.file_task": ("files", "validation_files"),
   "rosetta_t5.data.prepared_task": ("folders",),
 }
@@ -314,7 +315,10 @@ def _data_folders() -> dict[str, str | None]:
 def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
   """Returns the description of a vocabulary's copy in a folder; the path, if there is no such file."""
   from rosetta_t5.data.local_copies import announced_extra_ids, local_path
+  from rosetta_t5.data.vocabularies.tokenizer_folder import COMPANIONS, TOKENIZER
 
+  if os.path.isdir(path):
+    path = os.path.join(path, TOKENIZER)
   try:
     source = pathlib.Path(local_path(path))
   except ValueError:
@@ -328,6 +332,9 @@ def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
     copy = folder.joinpath(_FOLDER, str(next(numbers)), *parts)
   copy.parent.mkdir(parents=True, exist_ok=True)
   files.write_atomically(copy, source.read_bytes())
+  for file in map(source.with_name, COMPANIONS if source.name == TOKENIZER else ()):
+    if file.is_file():
+      files.write_atomically(copy.with_name(file.name), file.read_bytes())
   return {"@file": copy.relative_to(folder).as_posix(), "of": path}
 
 

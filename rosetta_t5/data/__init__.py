@@ -23,6 +23,7 @@ from rosetta_t5.data.pipeline.feed import (
 from rosetta_t5.data.pipeline.inference_data import has_metrics
 from rosetta_t5.data.prepared import prepared_task
 from rosetta_t5.data.tasks.catalogue import known_task
+from rosetta_t5.data.tasks.chat_task import chat_task
 from rosetta_t5.data.tasks.file_task import file_task, mixture, task_on_rows
 from rosetta_t5.data.vocabularies.task_vocabularies import (
   get_vocabulary,

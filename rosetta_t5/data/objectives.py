@@ -23,6 +23,7 @@ from absl import logging
 
 from rosetta_t5.argument_types import PositiveNumber, Rate
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 
 # The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
@@ -74,7 +75,7 @@ def objective_preprocessors(
     "span_corruption": [span_corruption],
     "prefix_lm": [prefix_lm],
     "causal_lm": [causal_lm],
-    "seq2seq": [],
+    "seq2seq": [begin_inputs],
   }
   if denoiser is not None:
     stages["ul2"] = [functools.partial(denoise_with_mode, denoiser=denoiser)]

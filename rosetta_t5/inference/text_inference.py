@@ -14,6 +14,7 @@ from rosetta_t5.data.pipeline import inference_data
 from rosetta_t5.data.pipeline.datasets import token_limit
 from rosetta_t5.data.pipeline.inference_data import Example, Preprocessors
 from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.inference.infer_fn import default_buckets, get_infer_fn, inference_step
@@ -60,7 +61,7 @@ class TextInference:
     """
     feature = import_seqio().Feature
     self.features = {
-      "inputs": feature(vocabulary=model.input_vocabulary, add_eos=add_eos and inputs_end),
+      "inputs": input_feature(model.input_vocabulary, add_eos and inputs_end),
       "targets": feature(vocabulary=model.output_vocabulary, add_eos=add_eos),
     }
     self._model, self._partitioner, self._axes = model, partitioner, train_state_axes

@@ -29,7 +29,8 @@ CALLED = {
   "variance_scaling xavier_uniform zeros",
   "optax": "*",
   "optax.contrib": "*",
-  "rosetta_t5.data": "file_task gpt2_vocabulary known_task mixture prepared_task tokenizer_vocabulary",
+  "rosetta_t5.data": "chat_task file_task gpt2_vocabulary known_task mixture prepared_task "
+  "tokenizer_vocabulary",
   "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",
   "rosetta_t5.data.tasks.file_task": "create_task_from_tfexample_file",
   "seqio": "ByteVocabulary ContinuousFeature DecoderFeatureConverter EncDecFeatureConverter "

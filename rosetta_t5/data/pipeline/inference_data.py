@@ -12,7 +12,9 @@ import numpy as np
 from rosetta_t5 import terminal
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.tasks.chat_task import convert_features
 from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_utf8
+from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
 Example = str | Mapping[str, str]
@@ -56,7 +58,7 @@ class InferenceData:
     """Returns the examples with the task's features, and with the model's features."""
     cfg = self._cfg
     examples = dataset_config.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
-    return examples, self._converter(examples, task_feature_lengths=cfg.task_feature_lengths)
+    return examples, convert_features(self._converter, examples, cfg.task_feature_lengths)
 
   def element_spec(self) -> dict[str, tf.TensorSpec]:
     """Returns shape and dtype of each of the model's features, without a batch dimension."""
@@ -161,8 +163,18 @@ def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
 
 
 def default_preprocessors() -> list[Callable[..., tf.data.Dataset]]:
-  """Returns SeqIO's tokenize and append_eos."""
-  return [seqio.preprocessors.tokenize, seqio.preprocessors.append_eos]
+  """Returns SeqIO's tokenize and append_eos, and what puts begin tokens before an encoder's inputs."""
+  return [seqio.preprocessors.tokenize, begin_inputs, seqio.preprocessors.append_eos]
+
+
+def chat_preprocessors() -> list[Callable[..., tf.data.Dataset]]:
+  """Returns those of conversations that a chat template has rendered: it decides how inputs begin and end."""
+
+  def keep_end(dataset: tf.data.Dataset, sequence_length: Mapping[str, int]) -> tf.data.Dataset:
+    length = sequence_length["inputs"]
+    return dataset.map(lambda example: {**example, "inputs": example["inputs"][-length:]})
+
+  return [seqio.preprocessors.tokenize, keep_end]
 
 
 def get_dataset_from_natural_text_examples(

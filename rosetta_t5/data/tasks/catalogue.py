@@ -17,6 +17,7 @@ from rosetta_t5.data.objectives import objective_preprocessors
 from rosetta_t5.data.reading import BlockReader, ReadOptions, make_converter
 from rosetta_t5.data.tasks.known_tasks import TASKS, TaskSpec
 from rosetta_t5.data.tensorflow_import import seqio, tf, tfds_data_dir_override
+from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 
 
 def registered_names() -> set[str]:
@@ -58,7 +59,7 @@ def known_task(name: str, vocabulary: seqio.Vocabulary) -> str:
 def text_features(vocabulary: seqio.Vocabulary | None = None, add_eos: bool = True) -> Any:
   """Returns the features of known tasks with inputs; the vocabulary is T5's by default."""
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
-  inputs = seqio.Feature(vocabulary, add_eos=add_eos, required=False)
+  inputs = input_feature(vocabulary, add_eos, required=False)
   return {"inputs": inputs, "targets": seqio.Feature(vocabulary, add_eos=add_eos)}
 
 

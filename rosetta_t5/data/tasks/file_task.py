@@ -7,7 +7,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from rosetta_t5.argument_types import Percentage, Positive, PositiveNumber, check_one_of, one_of
@@ -18,6 +18,7 @@ from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.tasks.catalogue import register, registered_names
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 
 RATES = ("proportional", "equal")
 
@@ -69,35 +70,18 @@ def file_task(
   Raises:
     ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
   """
-  digest = _digest(dict(sorted(locals().items())))
-  from rosetta_t5.data.reading.file_source import FileSource
-
+  digest = digest_of_arguments(dict(sorted(locals().items())))
   for metric in metrics:
     check_one_of("each of file_task.metrics", metric, known_metrics.__all__)
   templates = _templates(objective, text, inputs, targets)
   name = name or f"files_{digest}"
-  if name in registered_names():
-    first, *_ = seqio.get_subtasks(seqio.get_mixture_or_task(name))
-    if getattr(first.source, "digest", None) != digest:
-      raise ValueError(
-        f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
-      )
+  if is_registered(name, digest):
     return name
   options = reading.ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
-  bad_examples = reading.BadExamples(on_bad_example)
-
-  def reader(is_validation: bool) -> reading.BlockReader:
-    def is_kept(fields: Mapping[str, str]) -> bool:
-      return bool(validation_files) or (
-        reading.is_in_validation(fields, validation_percent) == is_validation
-      )
-
-    return reading.BlockReader(reading.make_converter(templates), options, is_kept, bad_examples)
-
-  train = reading.find_files(files)
-  validation = reading.find_files(validation_files) if validation_files else train
-  splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
-  source = FileSource(splits, list(templates))
+  convert, bad_examples = reading.make_converter(templates), reading.BadExamples(on_bad_example)
+  source = file_source(
+    files, validation_files, validation_percent, list(templates), convert, options, bad_examples
+  )
   source.digest = digest
   source.arguments = {
     "objective": objective,
@@ -108,6 +92,60 @@ def file_task(
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics])
   return name
+
+
+def is_registered(name: str, digest: str) -> bool:
+  """Returns whether the task of a digest is registered.
+
+  Raises:
+    ValueError: another task has the name.
+  """
+  if name not in registered_names():
+    return False
+  first, *_ = seqio.get_subtasks(seqio.get_mixture_or_task(name))
+  if getattr(first.source, "digest", None) != digest:
+    raise ValueError(
+      f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
+    )
+  return True
+
+
+def file_source(
+  files: str | Sequence[str],
+  validation_files: str | Sequence[str] | None,
+  validation_percent: float,
+  names: Sequence[str],
+  convert: Callable[..., Any],
+  options: reading.ReadOptions = reading.DEFAULT_OPTIONS,
+  bad_examples: reading.BadExamples | None = None,
+) -> Any:
+  """Returns a `FileSource` with the splits "train" and "validation"; see `file_task` for the arguments.
+
+  Args:
+    files: file patterns.
+    validation_files: file patterns of the validation split, or None.
+    validation_percent: the size of the validation split, without files of its own.
+    names: the names of the texts in an example.
+    convert: converts a record to texts by name, or returns the reason why it cannot.
+    options: how the files' bytes become records.
+    bad_examples: counts or refuses the bad examples; None for a new count.
+  """
+  from rosetta_t5.data.reading.file_source import FileSource
+
+  bad_examples = bad_examples or reading.BadExamples()
+
+  def reader(is_validation: bool) -> reading.BlockReader:
+    def is_kept(fields: Mapping[str, str]) -> bool:
+      return bool(validation_files) or (
+        reading.is_in_validation(fields, validation_percent) == is_validation
+      )
+
+    return reading.BlockReader(convert, options, is_kept, bad_examples)
+
+  train = reading.find_files(files)
+  validation = reading.find_files(validation_files) if validation_files else train
+  splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
+  return FileSource(splits, names)
 
 
 def task_on_rows(
@@ -252,7 +290,7 @@ def _register(name: str, source: Any, vocabulary: Any, metric_fns: Sequence[Any]
   from rosetta_t5.data.reading.file_source import CountedTask
 
   feature, objective = seqio.Feature(vocabulary, add_eos=True), source.arguments["objective"]
-  inputs = {} if objective == "causal_lm" else {"inputs": feature}
+  inputs = {} if objective == "causal_lm" else {"inputs": input_feature(vocabulary)}
   tasks: dict[str, objectives.Denoiser | None] = {name: None}
   if objective == "ul2":
     tasks = {f"{name}_{key}": denoiser for key, denoiser in objectives.UL2_DENOISERS.items()}
@@ -288,7 +326,7 @@ def _templates(
   return {"inputs": inputs, "targets": targets}
 
 
-def _digest(arguments: Mapping[str, Any]) -> str:
+def digest_of_arguments(arguments: Mapping[str, Any]) -> str:
   """Returns a short hash of `file_task`'s arguments, from which the task's default name is made."""
   vocabulary = arguments["vocabulary"]
   state: Any = getattr(vocabulary, "__getstate__", dict)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from rosetta_t5.data.dataset_config import DatasetConfig, find_task_or_mixture
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.reading.files import digest_of
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER, read_tokenizer_folder
 from rosetta_t5.networks.other_networks import setting_of
 
 GPT2_END = "<|endoftext|>"
@@ -133,6 +135,8 @@ def round_vocab_size_to_multiple(vocabulary: seqio.Vocabulary, divisor: int = 12
 def load_tokenizer(*files: str) -> Any:
   """Returns the `tokenizers.Tokenizer` of a tokenizer.json, which neither truncates nor pads, or of GPT-2's two files.
 
+  A tokenizer.json has the tokens that other files in its folder add.
+
   Args:
     *files: tokenizer.json; or vocab.json and merges.txt. Each is a local path, or a gs:// path with a copy.
 
@@ -147,6 +151,7 @@ def load_tokenizer(*files: str) -> Any:
       tokenizer = Tokenizer.from_file(paths[0])
       tokenizer.no_truncation()
       tokenizer.no_padding()
+      read_tokenizer_folder(os.path.dirname(paths[0])).add_tokens(tokenizer)
     else:
       tokenizer = Tokenizer(models.BPE.from_file(*paths))
       tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -172,19 +177,31 @@ def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> se
   return TokenizerVocabulary((vocab_file, merges_file), GPT2_END, 1, extra_ids)
 
 
-def tokenizer_vocabulary(file: str, eos_token: str, shift: int = 0) -> seqio.Vocabulary:
+def tokenizer_vocabulary(
+  file: str, eos_token: str | None = None, shift: int = 0
+) -> seqio.Vocabulary:
   """Returns the vocabulary of a tokenizer.json; for gin: `VOCABULARY = @data.tokenizer_vocabulary()`.
 
   Its sentinels for span corruption are the tokens <extra_id_0>, <extra_id_1>, … if these are the last ids
   in descending order, as in T5's. Texts are tokenized in Python, so it cannot be part of a SavedModel.
 
   Args:
-    file: tokenizer.json, a local path.
-    eos_token: the token that ends a text, such as "</s>".
+    file: tokenizer.json, or a folder with it, a local path.
+    eos_token: the token that ends a text, such as "</s>"; None for that of the folder's other files.
     shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher.
+
+  Raises:
+    ValueError: a folder has no tokenizer.json.
   """
   from rosetta_t5.data.vocabularies.tokenizer_vocabulary import TokenizerVocabulary
 
+  if os.path.isdir(file):
+    file = os.path.join(file, TOKENIZER)
+    if not os.path.exists(file):
+      raise ValueError(
+        f"There is no {file}: have Transformers write it, AutoTokenizer.from_pretrained(FOLDER)"
+        ".save_pretrained(FOLDER)"
+      )
   return TokenizerVocabulary((file,), eos_token, shift, 0)
 
 

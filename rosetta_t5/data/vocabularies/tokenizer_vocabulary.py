@@ -6,13 +6,20 @@ This module imports SeqIO, so `task_vocabularies` imports it when it is first us
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.task_vocabularies import load_tokenizer
+from rosetta_t5.data.vocabularies.tokenizer_folder import (
+  TokenizerFolder,
+  read_tokenizer_folder,
+  surrounding_ids,
+)
 
 _SENTINEL = "<extra_id_{}>"
 
@@ -22,30 +29,70 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   Padding is token 0 in T5's models and feature converters. A tokenizer whose token 0 is text, such as GPT-2's
   byte-level BPE (Radford et al. 2019), therefore needs a shift of 1.
+
+  Texts are encoded without begin and end tokens: SeqIO appends the end token, and `begin_ids` and
+  `ends_inputs` say what Transformers adds to the inputs of an encoder.
   """
 
-  def __init__(self, files: tuple[str, ...], eos_token: str, shift: int, extra_ids: int):
+  def __init__(self, files: tuple[str, ...], eos_token: str | None, shift: int, extra_ids: int):
     self._files, self._eos_token = files, eos_token
     self._shift, self._added_ids = shift, extra_ids
     super().__init__(extra_ids=extra_ids)
+
+  def __getstate__(self) -> dict[str, Any]:
+    """Returns what `__init__` has set, and nothing that was read from files since."""
+    names = ("_files", "_eos_token", "_shift", "_added_ids", "_extra_ids")
+    return {name: getattr(self, name) for name in names}
 
   @property
   def tokenizer(self) -> Any:
     """The loaded tokenizer, without the shift."""
     return load_tokenizer(*self._files)
 
+  @functools.cached_property
+  def folder(self) -> TokenizerFolder:
+    """What the other files in the tokenizer's folder say."""
+    return read_tokenizer_folder(os.path.dirname(local_path(self._files[0])))
+
   @property
   def eos_id(self) -> int:
     """The id of the end token."""
-    number = self.tokenizer.token_to_id(self._eos_token)
-    if number is None:
-      raise ValueError(f"there is no token {self._eos_token!r} (eos_token) in {self._files}")
-    return number + self._shift
+    token = self._eos_token or self.folder.end_token(self.tokenizer)
+    if (number := self._id(token)) is None:
+      raise ValueError(
+        f"there is no token {token!r} (eos_token) in {self._files}: set data.tokenizer_vocabulary.eos_token"
+      )
+    return number
+
+  @property
+  def bos_id(self) -> int | None:
+    """The id of the begin token; None if the folder names none."""
+    return self._id(self.folder.named.get("bos_token"))
 
   @property
   def unk_id(self) -> int | None:
-    """None, because tokenizers differ in how they encode unknown characters."""
-    return None
+    """The id of the unknown token; None if the folder names none but the end token, as Qwen's do."""
+    number = self._id(self.folder.named.get("unk_token"))
+    return (number or self._unknown) if number not in (None, self.eos_id) else None
+
+  def _id(self, token: str | None) -> int | None:
+    number = None if token is None else self.tokenizer.token_to_id(token)
+    return None if number is None else number + self._shift
+
+  @functools.cached_property
+  def _surrounding_ids(self) -> tuple[list[int], list[int]]:
+    return surrounding_ids(self.tokenizer)
+
+  @property
+  def begin_ids(self) -> list[int]:
+    """The tokens before the inputs of the folder's encoder; those of a decoder begin with its start token."""
+    has_encoder = self.folder.is_encoder_decoder
+    return [n + self._shift for n in self._surrounding_ids[0]] if has_encoder else []
+
+  @property
+  def ends_inputs(self) -> bool:
+    """Whether the inputs of the folder's encoder end with the end token; true without a model's folder."""
+    return not self.folder.is_encoder_decoder or bool(self._surrounding_ids[1])
 
   @property
   def extra_ids(self) -> int:
@@ -82,12 +129,29 @@ class TokenizerVocabulary(seqio.Vocabulary):
   @functools.cached_property
   def _unknown(self) -> int:
     """The id of unknown pieces where their own is 0, which means padding here; as `reserve_padding` does."""
+    if len(token := self.tokenizer.id_to_token(0)) == 1:
+      raise ValueError(
+        f"{self._files[0]}: token 0 is the text {token!r}, but id 0 is padding: set "
+        "data.tokenizer_vocabulary.shift = 1, which makes every id one higher"
+      )
     ids = (self.tokenizer.token_to_id(name) for name in ("<pad>", "<s>"))
     return next(filter(None, ids), 0)
 
   def _encode(self, s: str) -> list[int]:
-    ids = self.tokenizer.encode(s, add_special_tokens=False).ids
+    return self._shifted(self.tokenizer.encode(s, add_special_tokens=False).ids)
+
+  def _shifted(self, ids: Iterable[int]) -> list[int]:
     return [number + self._shift or self._unknown for number in ids]
+
+  def encode_spans(
+    self, text: str, spans: Iterable[tuple[int, int]]
+  ) -> tuple[list[int], list[int]]:
+    """Returns a text's ids, and 1 for each that has a character of a span (first, end), else 0."""
+    encoding = self.tokenizer.encode(text, add_special_tokens=False)
+    # The offsets of white space may be empty, at its end.
+    tokens = [(min(start, end - 1), end) for start, end in encoding.offsets]
+    inside = [any(start < last and first < end for first, last in spans) for start, end in tokens]
+    return self._shifted(encoding.ids), list(map(int, inside))
 
   def _decode(self, ids: Iterable[int]) -> str:
     shown = [int(id) - self._shift for id in ids if id not in self._hidden]
@@ -114,7 +178,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, TokenizerVocabulary):
       return False
-    names = ("_eos_token", "_shift", "_added_ids")
+    names = ("eos_id", "_shift", "_added_ids")
     is_same = self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str()
     return is_same and all(getattr(self, name) == getattr(other, name) for name in names)
 

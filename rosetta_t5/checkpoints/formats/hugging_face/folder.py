@@ -36,7 +36,8 @@ _WEIGHTS = (
 _SHARD = re.compile(r"[^/\\\0]+\.(safetensors|bin)")
 _SHARD_BYTES = 2_000_000_000  # A file is in memory while it is written.
 _TOKENIZER = re.compile(
-  r"(tokenizer|special_tokens|added_tokens|spiece|generation_config).*|vocab\.json|merges\.txt"
+  r"(tokenizer|special_tokens|added_tokens|chat_template|spiece|generation_config).*"
+  r"|vocab\.json|merges\.txt"
 )
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]

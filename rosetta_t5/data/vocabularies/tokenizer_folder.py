@@ -1,0 +1,130 @@
+"""What the files beside a tokenizer.json say about its use, as Transformers 5 reads them.
+
+tokenizer_config.json (earlier special_tokens_map.json and added_tokens.json too) names special tokens and
+adds tokens, config.json says where texts end and whether the model has an encoder, and chat templates are in
+chat_template.jinja, in additional_chat_templates or in tokenizer_config.json. Whether a text begins with
+a begin token and ends with an end token is decided by the post-processor in tokenizer.json alone:
+Transformers ignores add_bos_token and add_eos_token beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from rosetta_t5.files import read_json_object
+
+TOKENIZER = "tokenizer.json"
+_TEMPLATE = "chat_template.jinja"
+# The files beside tokenizer.json that change how it is used. Copies of a vocabulary have them too.
+COMPANIONS = (
+  *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
+  _TEMPLATE,
+)
+# The order in which Transformers adds named tokens that tokenizer.json lacks; others follow.
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_PROBE = "a"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerFolder:
+  """A folder with a tokenizer.json.
+
+  Attributes:
+    path: the folder.
+    named: the special tokens by their names in Transformers, {"eos_token": "</s>", …}.
+    added: the tokens that are added to those of tokenizer.json, as arguments of `AddedToken`.
+    end_ids: the ids of the tokens with which the model's texts may end, by config.json.
+    is_encoder_decoder: whether config.json is that of an encoder-decoder; None without config.json.
+    templates: the chat templates by name; the usual one is "default".
+  """
+
+  path: pathlib.Path
+  named: Mapping[str, str]
+  added: tuple[Mapping[str, Any], ...]
+  end_ids: tuple[int, ...]
+  is_encoder_decoder: bool | None
+  templates: Mapping[str, str]
+
+  def add_tokens(self, tokenizer: Any) -> None:
+    """Adds the folder's tokens that a `tokenizers.Tokenizer` lacks, in Transformers' order."""
+    from tokenizers import AddedToken
+
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    new = [AddedToken(**token) for token in self.added if token["content"] not in known]
+    tokenizer.add_tokens(new)
+
+  def end_token(self, tokenizer: Any) -> str:
+    """Returns the token with which texts end: the one of config.json, or of several the tokenizer's own."""
+    named = self.named.get("eos_token", "</s>")
+    if not self.end_ids or tokenizer.token_to_id(named) in self.end_ids:
+      return named
+    return tokenizer.id_to_token(self.end_ids[0]) or named
+
+
+@functools.cache
+def read_tokenizer_folder(path: str) -> TokenizerFolder:
+  """Returns what the files in a folder say; missing files say nothing.
+
+  Raises:
+    ValueError: a file is not JSON.
+  """
+  root = pathlib.Path(path)
+  settings, legacy, numbered, model = (
+    read_json_object(root / name) if (root / name).is_file() else {} for name in COMPANIONS[:4]
+  )
+  if "added_tokens_decoder" not in settings:
+    settings = {**settings, **legacy}
+  extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+  if isinstance(extra, dict):
+    settings, extra = {**settings, **extra}, []
+  names = [*_NAMES, *(name for name in settings if name.endswith("_token"))]
+  named = {name: token for name in names if (token := _content(settings.get(name)))}
+  special = dict.fromkeys([*named.values(), *map(_content, extra)])
+  by_id: dict[int, Any] = {int(n): x for n, x in settings.get("added_tokens_decoder", {}).items()}
+  if not by_id:
+    by_id = {n: _added(token, token in special) for token, n in numbered.items()}
+  added = [token for _, token in sorted(by_id.items())]
+  added += [_added(token, True) for token in special]
+  ends = model.get("eos_token_id")
+  return TokenizerFolder(
+    path=root,
+    named=named,
+    added=tuple(added),
+    end_ids=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
+    is_encoder_decoder=bool(model.get("is_encoder_decoder")) if model else None,
+    templates=_read_templates(root, settings),
+  )
+
+
+def _content(token: Any) -> str:
+  """Returns the text of a token, which may be an object with flags; "" for what is no token."""
+  text = token.get("content") if isinstance(token, dict) else token
+  return text if isinstance(text, str) else ""
+
+
+def _added(token: str, is_special: bool) -> dict[str, Any]:
+  return {"content": token, "special": is_special, "normalized": not is_special}
+
+
+def _read_templates(root: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
+  found = {file.stem: file for file in root.glob("additional_chat_templates/*.jinja")}
+  if (root / _TEMPLATE).is_file():
+    found["default"] = root / _TEMPLATE
+  if found:
+    return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
+  given = settings.get("chat_template") or {}
+  if isinstance(given, list):
+    return {each["name"]: each["template"] for each in given}
+  return {"default": given} if isinstance(given, str) else {}
+
+
+def surrounding_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
+  """Returns the ids that a tokenizer's post-processor puts before and after every text."""
+  encoding = tokenizer.encode(_PROBE)
+  start = encoding.special_tokens_mask.index(0)
+  end = len(encoding) - encoding.special_tokens_mask[::-1].index(0)
+  return encoding.ids[:start], encoding.ids[end:]
