@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
+import types
 
 import gin
+import jax.numpy as jnp
 import pytest
 from planned_work import planned_work
+from tiny_models import DECODER_ONLY, make_decoder_only_model
 
 from rosetta_t5.cli import main
 from rosetta_t5.networks.config import T5Config
 from rosetta_t5.plan.estimate import estimate_step
 from rosetta_t5.plan.memory import StateMemory
+from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS
 
 # T5 1.1 large with fewer layers, which are traced in less time.
@@ -81,6 +85,24 @@ def test_the_kernel_auto_counts_as_the_one_that_a_run_would_choose(rows, kernel,
     for flag in ([], [named], [XLA])
   )
   assert auto == same != xla
+
+
+@pytest.mark.parametrize(
+  ("changes", "kernel"),
+  [
+    ({}, "cudnn"),
+    ({"window": 4, "layer_pattern": ("global", "local")}, "flash"),
+    ({"attention_softcap": 30.0}, "flash"),
+    ({"dtype": jnp.float32}, "flash"),
+  ],
+)
+def test_the_expected_kernel_is_one_that_computes_all_layers(changes, kernel):
+  config = DECODER_ONLY.replace(**({"dtype": jnp.bfloat16, "head_dim": 8} | changes))
+  cfg = types.SimpleNamespace(pack=False, task_feature_lengths=None)
+  model = make_decoder_only_model(config)
+  assert fastest_kernel(model, {"decoder": 16}, cfg, {"data": 1}, GPUS["h100"]) == kernel
+  prefix_lm = make_decoder_only_model(config, inputs_bidirectional_attention=True)
+  assert fastest_kernel(prefix_lm, {"decoder": 16}, cfg, {"data": 1}, GPUS["h100"]) == "xla"
 
 
 def test_rows_that_the_task_has_packed_need_the_flash_kernel(capsys):
