@@ -6,9 +6,8 @@ from typing import Any
 
 _ASSUMED: dict[str, Any] = {
   "attention_kernel": "xla",
-  "decoder_expert_layer_period": None,
+  "dtype": "float32",
   "fuse_qkv_params": False,
-  "logits_via_embedding": False,
   "matmul": None,
   "num_experts": 0,
   "pad_id": 0,

@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import (
   BATCH_AXES,
   CONTEXT_AXIS,
@@ -177,7 +178,7 @@ def _of_parameters(part: Segment, work: Workload) -> Iterator[Collective]:
 
 def _is_causal(work: Workload) -> bool:
   """Returns whether all attention is causal and without a bias, so that devices exchange queries."""
-  has_bias = getattr(work.config, "positions", "relative") == "relative"
+  has_bias = setting_of(work.config, "positions") == "relative"
   return not has_bias and "encoder" not in work.lengths
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.axis_rules import check_partition_specs, complete_specs
 from rosetta_t5.parallel.mesh import (
@@ -151,8 +152,8 @@ def _possible_meshes(
   """
   divisors, on_node = _divisors(devices), _divisors(devices, GPUS_PER_NODE)
   widths = math.gcd(devices, config.num_heads, config.mlp_dim, config.vocab_size)
-  num_experts = getattr(config, "num_experts", 0) or 1
-  is_pipelinable = getattr(config, "scan_layers", False) and not pipeline_obstacle(config, ())
+  num_experts = setting_of(config, "num_experts") or 1
+  is_pipelinable = setting_of(config, "scan_layers") and not pipeline_obstacle(config, ())
   choices = (
     _divisors(widths, GPUS_PER_NODE),
     [n for n in on_node if n == 1 or _can_split(lengths, n)],

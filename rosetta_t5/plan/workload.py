@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice
 from rosetta_t5.networks.config import NetworkConfig
 from rosetta_t5.networks.kernel_measurement import attention_cases, usable_kernels
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
+from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import (
   PIPELINE_AXIS,
   count_batch_shards,
@@ -111,17 +112,17 @@ class Workload:
   @property
   def itemsize(self) -> int:
     """The bytes of a number in the compute dtype."""
-    return jnp.dtype(getattr(self.config, "dtype", jnp.float32)).itemsize
+    return jnp.dtype(setting_of(self.config, "dtype")).itemsize
 
   @property
   def policy(self) -> str:
     """The rematerialization policy; "none" if nothing is recomputed."""
-    return str(self.remat_policy or getattr(self.config, "remat_policy", "none"))
+    return str(self.remat_policy or setting_of(self.config, "remat_policy"))
 
   @property
   def attention_kernel(self) -> str:
     """The attention kernel: xla, cudnn or flash."""
-    name = str(self.kernel or getattr(self.config, "attention_kernel", "xla"))
+    name = str(self.kernel or setting_of(self.config, "attention_kernel"))
     return "xla" if name == "auto" else name  # not replaced by `fastest_kernel`: as on a CPU
 
   def replace(self, **changes: Any) -> Workload:
@@ -145,7 +146,7 @@ def workload_of(
     mesh=mesh,
     zero1=getattr(partitioner, "zero1", False),
     loss_chunk_length=model.loss_chunk_length,
-    fp8=getattr(model.network_config, "matmul", None) is not None,
+    fp8=setting_of(model.network_config, "matmul") is not None,
     pipeline=getattr(partitioner, "pipeline", None),
     activations=activations,
     layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),
