@@ -3,16 +3,14 @@
 import dataclasses
 import os
 import pathlib
-import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rosetta_t5 import checkpoints, config, data, terminal
+from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
-from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe
+from rosetta_t5.config.hugging_face_recipe import RUN_PART
 from rosetta_t5.config.language.allow_list import limited_to_list
 from rosetta_t5.config.language.binding import temporary_run_function
 from rosetta_t5.config.language.statements import COMMAND_LINE
@@ -88,8 +86,7 @@ def read_run(
   restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
   if checkpoints.is_hugging_face(path):
     restore_cfg = dataclasses.replace(restore_cfg, resize_vocabulary=True)  # for added tokens
-    with tempfile.TemporaryDirectory() as scratch:
-      return _read_gin(_write_recipe(path, scratch), flags, trust, used), restore_cfg
+    return _read_gin(path, [f"--gin_file={RUN_PART}", *flags], trust, used), restore_cfg
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   if config_file.parent == path:
@@ -104,16 +101,6 @@ def read_run(
     run.import_modules()
     return run, restore_cfg
   return _read_gin(config_file, flags, trust, used), restore_cfg
-
-
-def _write_recipe(folder: pathlib.Path, scratch: str) -> pathlib.Path:
-  """Writes the gin file that is made for a Hugging Face folder."""
-  text, notes = hugging_face_recipe(folder)
-  for note in notes:
-    terminal.print_line(f"note: {folder.name}: {note}", sys.stderr)
-  file = pathlib.Path(scratch, f"{folder.name}.gin")
-  file.write_text(text)
-  return file
 
 
 def _read_gin(

@@ -29,7 +29,14 @@ VOCABULARIES = "vocabularies"
 # The run fact with the config.json of the model that a run started from.
 SOURCE_CONFIG = "source_config"
 # Fields that a run may choose: precision, and how full experts may be. Tables are compared by their shapes.
-_FREE = ("vocab_size", "max_length", "float32_attention_logits", "expert_capacity", "route_padding")
+_FREE = (
+  "vocab_size",
+  "unused_rows",
+  "max_length",
+  "float32_attention_logits",
+  "expert_capacity",
+  "route_padding",
+)
 LOCK_FILE = "run.lock"
 # How long a process waits for another one that reads more, or from a slower disk.
 _TIMEOUT_S = 3600.0

@@ -35,10 +35,15 @@ _OTHERS = (
   *("transformers_version", "_from_model_config"),
   *("output_attentions", "output_hidden_states", "output_scores", "return_dict_in_generate"),
 )
-_COMMON = pathlib.Path(__file__).with_name("hugging_face_recipe.gin")
+# What the gin file of a folder lacks to be that of a run.
+RUN_PART = pathlib.Path(__file__).with_name("hugging_face_recipe.gin")
+_IMPORTS = (
+  "from __gin__ import dynamic_registration\nimport seqio\nfrom rosetta_t5 import data\n"
+  + "".join(f"from t5x import {name}\n" for name in ("decoding", "models", "utils"))
+)
 # {network package: the recipe that a folder's recipe includes, and the classes of its config and its model}
 _BASES = {
-  "decoder_only": ("gin/models/gpt/gpt2.gin", "TransformerConfig", "DecoderOnlyModel"),
+  "decoder_only": ("gin/models/decoder_only/base.gin", "TransformerConfig", "DecoderOnlyModel"),
   "t5": ("gin/models/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
   "scalable_t5": ("gin/models/scalable_t5/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
 }
@@ -46,6 +51,8 @@ _BASES = {
 
 def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
   """Returns a gin file for the model of a Hugging Face folder, and notes on what it does not follow.
+
+  `--gin_file=FOLDER` and `include 'FOLDER'` read it.
 
   Raises:
     ValueError: the folder has no tokenizer, or is not one that `read_arrays` reads.
@@ -94,11 +101,14 @@ class _Folder:
       **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
       **{f"network.{config_class}.{name}": value for name, value in network.items()},
       **{f"decoding.{decode_fn}.{name}": value for name, value in decoding.items()},
-      f"models.{model_class}.predict_batch_with_aux.num_decodes": self.beams,
-      "utils.DatasetConfig.task_feature_lengths": lengths,
+      "TASK_FEATURE_LENGTHS": lengths,
       "DROPOUT_RATE": network["dropout_rate"],
+      "INITIAL_CHECKPOINT_PATH": str(self.path),
+      "utils.RestoreCheckpointConfig.resize_vocabulary": True,  # for added tokens
     }
-    head = f"# {self.path}\ninclude '{base}'\n{_COMMON.read_text()}\n"
+    if self.beams > 1:
+      values[f"models.{model_class}.predict_batch_with_aux.num_decodes"] = self.beams
+    head = f"# {self.path}\ninclude '{base}'\n{_IMPORTS}"
     head += f"from t5x.examples.{self.package} import network\nVOCABULARY = @{vocabulary}()\n"
     head += f"models.{model_class}.decode_fn = @decoding.{decode_fn}\n"
     return head + "".join(f"{name} = {value!r}\n" for name, value in values.items())
@@ -109,10 +119,12 @@ class _Folder:
     rate = next((self.config[name] for name in rates if name in self.config), 0.1)
     network = self.network | {"dtype": "float32", "dropout_rate": rate}
     if vocabulary == "data.tokenizer_vocabulary":  # T5's extra ids are not always used.
-      more = int(tokenizer_vocabulary(**arguments).vocab_size) - network["vocab_size"]
+      unused = network.get("unused_rows", 0)
+      more = int(tokenizer_vocabulary(**arguments).vocab_size) - network["vocab_size"] + unused
       if more > 0:
         self.notes.append(f"the tokenizer has {more} tokens more than the table has rows")
-        network["vocab_size"] += more
+        network["vocab_size"] += max(0, more - unused)
+        network["unused_rows"] = max(0, unused - more)
     start = self.generation.get("decoder_start_token_id")
     return (
       network if self.is_decoder or start is None else network | {"decoder_start_token_id": start}

@@ -64,7 +64,7 @@ def open_recipe(path: str) -> TextIO:
 
 
 def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
-  """Returns the gin file `path`: in the working directory, in a search path, or among the recipes.
+  """Returns the gin file or Hugging Face folder `path`: in the working directory, in a search path, or a recipe.
 
   Raises:
     ConfigError: there is none. The text lists the searched folders and files with similar names.
@@ -72,7 +72,8 @@ def find_gin_file(path: str, search_paths: Sequence[str]) -> pathlib.Path:
   for folder in ("", *search_paths):
     candidate = pathlib.Path(folder, path)
     # A pipe is allowed. For a name that is too long, these are False, and no error.
-    if os.path.exists(candidate) and not os.path.isdir(candidate):
+    is_model = os.path.exists(candidate / "config.json")
+    if is_model or (os.path.exists(candidate) and not os.path.isdir(candidate)):
       return candidate
   found = find_recipe(path)
   if found is None:

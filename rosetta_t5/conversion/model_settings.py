@@ -18,7 +18,9 @@ from rosetta_t5.config import model_file
 from rosetta_t5.networks.config import T5Config, TransformerConfig
 
 # A binding in a config.gin. Only a value in brackets may span several lines.
-_BINDING = r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|.+)$"
+_BINDING = (
+  r"^(?:[\w./]+\.)?{configurable}\.(\w+)\s*=\s*\\?\s*(\([^)]*\)|\[[^]]*\]|\{{[^}}]*\}}|.+)$"
+)
 # The vocabulary whose ids are one higher than those of the tokenizer's files.
 _SHIFTED_VOCABULARY = re.compile(r"gpt2_vocabulary\b")
 

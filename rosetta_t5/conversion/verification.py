@@ -137,7 +137,10 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
     call, options["method"] = [inputs], module.encode
   with jax.default_matmul_precision("highest"):
     # Not jitted: a large model would take longer to compile than to compute once.
-    return np.asarray(module.apply({"params": params}, *call, **options))
+    outputs = np.array(module.apply({"params": params}, *call, **options))
+  if settings.ids_are_shifted and (start := settings.network.decoder_start_token_id):
+    outputs[..., 0] = outputs[..., start]  # Nothing reads row 0, which training may leave behind.
+  return outputs[..., : outputs.shape[-1] - settings.network.unused_rows]
 
 
 def _transformers_outputs(
@@ -216,6 +219,7 @@ def _are_close(a: StoredArray, b: StoredArray, rtol: float) -> bool:
 def _make_tokens(settings: ModelSettings) -> Tokens:
   """Returns random tokens, of which the targets begin with 0, the start of the decoder."""
   random, size = np.random.default_rng(0), settings.network.vocab_size
+  size -= settings.network.unused_rows
   # Small vocabularies, as in tests, have few ids that are not special.
   inputs, targets = (random.integers(min(3, size - 1), size, (1, n)) for n in (_INPUTS, _TARGETS))
   if settings.is_gpt:

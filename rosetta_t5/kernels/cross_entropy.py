@@ -121,13 +121,13 @@ class LogitFactors(NamedTuple):
   Attributes:
     hidden_BTD: the decoder's last activations.
     kernel_DV: the output layer's kernel; the logits are computed in its type.
-    excluded_token: a token whose probability is 0 whatever its logit; None for no such token.
+    excluded_V: the tokens whose probability is 0 whatever their logits; None for no such tokens.
     softcap: c of the soft limit of the logits, c·tanh(hidden·kernel/c); None for no limit.
   """
 
   hidden_BTD: Float[Array, "B T D"]
   kernel_DV: Float[Array, "D V"]
-  excluded_token: Int[Array, ""] | None = None
+  excluded_V: Bool[Array, " V"] | None = None
   softcap: float | Float[Array, ""] | None = None
 
 
@@ -185,7 +185,7 @@ def _forward(
 
 def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: ChunkedLoss) -> tuple:
   factors, targets_BT, z_loss, highest, total = residuals
-  hidden_BTD, kernel_DV, excluded, softcap = factors
+  hidden_BTD, kernel_DV, excluded_V, softcap = factors
   per_token = (targets_BT, highest, total, grads.loss_BT, grads.z_loss_BT)
 
   def one_chunk(carry: tuple[jax.Array, jax.Array], part: tuple) -> tuple[tuple, jax.Array]:
@@ -197,7 +197,7 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
     )
     if softcap is not None:
       grad_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
-    grad_BCV = set_logit(grad_BCV, excluded, 0.0)
+    grad_BCV = set_logits(grad_BCV, excluded_V, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
     grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
     return (grad_kernel_DV, grad_z_loss + grad_z_part), jnp.einsum(
@@ -216,22 +216,21 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
 chunked_cross_entropy.defvjp(_forward, _backward)
 
 
-def set_logit(
+def set_logits(
   logits_BTV: Float[Array, "B T V"],
-  token: int | Int[Array, ""] | None,
+  chosen_V: Bool[Array, " V"] | None,
   value: float = _EXCLUDED_LOGIT,
 ) -> Float[Array, "B T V"]:
-  """Returns the logits with the logit of `token` set to `value`; unchanged if `token` is None."""
-  if token is None:
+  """Returns the logits with those of the chosen tokens set to `value`; unchanged if these are None."""
+  if chosen_V is None:
     return logits_BTV
-  is_token_11V = jnp.arange(logits_BTV.shape[-1])[None, None] == token
-  return jnp.where(is_token_11V, jnp.asarray(value, logits_BTV.dtype), logits_BTV)
+  return jnp.where(chosen_V[None, None], jnp.asarray(value, logits_BTV.dtype), logits_BTV)
 
 
 def _logits(hidden_BCD: jax.Array, factors: LogitFactors) -> jax.Array:
   hidden_BCD = hidden_BCD.astype(factors.kernel_DV.dtype)
   logits_BCV = jnp.einsum("bcd,dv->bcv", hidden_BCD, factors.kernel_DV)
-  return set_logit(soft_cap(logits_BCV, factors.softcap), factors.excluded_token)
+  return set_logits(soft_cap(logits_BCV, factors.softcap), factors.excluded_V)
 
 
 def _split(array_BT: jax.Array, chunk: int, padding: int = 0) -> jax.Array:

@@ -104,6 +104,7 @@ class NetworkConfig(ExpertSettings):
     init_stddev: the standard deviation of all initial kernels and tables; None for T5's.
     pad_id: the token that is padding: nothing attends to it, and it has no loss.
     padding_never_follows: whether padding has probability 0.
+    unused_rows: how many of the table's last rows are no tokens; they have probability 0.
     decoder_start_token_id: the token whose embedding starts the decoder. Texts still start with `pad_id`,
       which never occurs in them.
     decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
@@ -163,6 +164,7 @@ class NetworkConfig(ExpertSettings):
   init_stddev: PositiveNumber | None = None
   pad_id: NonNegative = 0
   padding_never_follows: bool = False
+  unused_rows: NonNegative = 0
   decoder_start_token_id: NonNegative | None = None
   decoder_expert_layer_period: Positive | None = None
   scan_layers: bool = False

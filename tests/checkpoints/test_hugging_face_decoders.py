@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import json
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
+from drawn_folders import CONFIGS, ENCODER, write_folder
 from safetensors.numpy import save_file
-from test_families import T5GEMMA, config_of
-from transformers_families import FAMILIES, RECORDED, draw, tokens
+from transformers_families import FAMILIES, RECORDED, tokens
 from transformers_families import T5GEMMA as T5GEMMA_STACK
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.conversion.verification import network_outputs
-from rosetta_t5.networks.transformer import DecoderWrapper
 
-MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "gemma2": "gemma2", "gemma3": "gemma3_text"}
-ENCODER = T5GEMMA_STACK | {"sliding_window": 4}
-CONFIGS = {
-  **{name: FAMILIES[name][1] | {"model_type": kind} for name, kind in MODEL_TYPES.items()},
-  "t5gemma": {"model_type": "t5gemma", "encoder": ENCODER, "decoder": T5GEMMA_STACK},
-}
 # The same settings with the entries of Transformers 4.
 OLDER = {
   "llama": {"rope_theta": 5e3, "rope_scaling": FAMILIES["llama"][1]["rope_parameters"]},
@@ -37,29 +26,6 @@ OLDER = {
   "gemma3": {"sliding_window_pattern": 2, "rope_theta": 1e5, "rope_local_base_freq": 1e4}
   | {"rope_scaling": {"type": "linear", "factor": 8.0}},
 }
-
-
-def network_of(family):
-  return T5GEMMA.config if family == "t5gemma" else config_of(family)
-
-
-def write_folder(path, family, rename=str, **changes):
-  """Writes a folder with the weights that the family's network has."""
-  network = network_of(family)
-  module = T5GEMMA if family == "t5gemma" else DecoderWrapper(network)
-  ids = [jnp.ones((1, 2), jnp.int32)] * (3 if family == "t5gemma" else 2)
-  shapes = flatten_dict(jax.eval_shape(module.init, jax.random.PRNGKey(0), *ids)["params"], sep="/")
-  arrays = {
-    f"target/{name}": as_stored_array(np.zeros(leaf.shape, np.float32))
-    for name, leaf in shapes.items()
-  }
-  _, weights = folder.make_config_and_weights(arrays, network, {})
-  path.mkdir(exist_ok=True)
-  drawn = {rename(name): draw(name, array.shape) for name, array in weights.items()}
-  save_file(drawn, path / "model.safetensors")
-  entries = {name: x for name, x in (CONFIGS[family] | changes).items() if x is not None}
-  (path / "config.json").write_text(json.dumps(entries))
-  return drawn
 
 
 def check(path, family):
@@ -144,7 +110,8 @@ def test_ids_are_one_higher_without_a_padding_token_0(pad_token_id, tmp_path):
   assert settings.ids_are_shifted
   assert settings.network.decoder_start_token_id == 8
   table = arrays["target/decoder/token_embedder/embedding"].get()
-  np.testing.assert_array_equal(table[1:], drawn["model.embed_tokens.weight"])
+  np.testing.assert_array_equal(table[1:41], drawn["model.embed_tokens.weight"])
+  assert (settings.network.vocab_size, settings.network.unused_rows) == (128, 87)
   config, weights = folder.make_config_and_weights(
     arrays, settings.network, settings.source_config, ids_are_shifted=True
   )

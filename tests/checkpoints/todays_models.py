@@ -183,7 +183,7 @@ def logits(found: Any, batch: dict[str, jax.Array], **changes: Any) -> np.ndarra
     result: jax.Array = module.apply({"params": params}, enable_dropout=False, **batch)
     return result
 
-  return np.asarray(jax.jit(compute)(found.params))[..., found.shift :]
+  return np.asarray(jax.jit(compute)(found.params))[..., found.shift : found.shift + VOCAB]
 
 
 def start_of(path: Any) -> int:

@@ -7,7 +7,7 @@ heads, kv], and one bias per layer.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ _LAYER_BIAS = re.compile(r"(.*/(encoder|decoder)/)layers_(\d+)/(relpos_bias/.*)"
 # The axis on which T5X stacks layers by default (T5Config.param_scan_axis).
 SCAN_AXIS = 1
 
-_SCANNED = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/(?:\2|layers)/(.+)")
+# Layers of several kinds are stacked by their place in the shortest repeating pattern, `layers_0`, ….
+_SCANNED = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/(?:\2|layers)/(?:layers_(\d+)/)?(.+)")
 _LAYER = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/layers_(\d+)/(.+)")
 _SHARED_BIAS = re.compile(r"(target/(?:.*/)?)(encoder|decoder)/(relpos_bias/.+)")
 _HEADS_KERNEL = re.compile(r"target/.*/(query|key|value|out)/kernel")
@@ -80,7 +81,7 @@ def convert_tree(
   unstacked, axis = unstack_layers(arrays), scan_axis(expected)
   converted, used = {}, set()
   for name, leaf in expected.items():
-    if sources := _find_sources(name, unstacked):
+    if sources := _find_sources(name, unstacked, expected):
       parts = [unstacked[source] for source in sources]
       converted[name] = _assemble(name, tuple(leaf.shape), parts, axis)
       used.update(sources)
@@ -94,12 +95,20 @@ def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
   for name, array in arrays.items():
     current_name = name.replace(_OLD_BIAS, "relpos_bias/")
     if (match := _SCANNED.fullmatch(current_name)) and array.ndim > axis:
-      prefix, side, rest = match.groups()
+      prefix, side, place, rest = match.groups()
+      first, period = int(place or 0), _period(arrays, prefix, side)
       for n in range(array.shape[axis]):
-        unstacked[f"{prefix}{side}/layers_{n}/{rest}"] = index_axis(array, axis, n)
+        layer = f"{prefix}{side}/layers_{first + n * period}"
+        unstacked[f"{layer}/{rest}"] = index_axis(array, axis, n)
     else:
       unstacked[current_name] = array
   return unstacked
+
+
+def _period(names: Iterable[str], prefix: str, side: str) -> int:
+  """Returns the number of layers that are one step of a stack's scan."""
+  matches = filter(None, map(_SCANNED.fullmatch, names))
+  return max((int(m[3]) + 1 for m in matches if m[3] and (m[1], m[2]) == (prefix, side)), default=1)
 
 
 def scan_axis(arrays: Mapping[str, Any]) -> int:
@@ -148,8 +157,10 @@ def _is_same_tree(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
   )
 
 
-def _find_sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str]:
-  """Returns the names of the stored arrays that make up the model's array `name`.
+def _find_sources(
+  name: str, unstacked: Mapping[str, StoredArray], expected: Iterable[str] = ()
+) -> list[str]:
+  """Returns the names of the stored arrays that make up the model's array `name`, one of `expected`.
 
   There is one name, or one per layer of a stacked array or of a bias that the layers share. The list
   is empty if an array is missing.
@@ -157,8 +168,9 @@ def _find_sources(name: str, unstacked: Mapping[str, StoredArray]) -> list[str]:
   if name in unstacked:
     return [name]
   if match := _SCANNED.fullmatch(name):
-    prefix, side, rest = match.groups()
-    layers = range(_num_layers(unstacked, prefix, side))
+    prefix, side, place, rest = match.groups()
+    period = _period(expected, prefix, side)
+    layers = range(int(place or 0), _num_layers(unstacked, prefix, side), period)
     sources = [_find_sources(f"{prefix}{side}/layers_{n}/{rest}", unstacked) for n in layers]
     return [source for (source,) in sources] if all(sources) else []
   if match := _SHARED_BIAS.fullmatch(name):

@@ -2,12 +2,14 @@
 
 import dataclasses
 import pathlib
+import sys
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from gin import config_parser
 
+from rosetta_t5 import terminal
 from rosetta_t5.config.t5x_surface import find_gin_file
 from rosetta_t5.user_errors import ConfigError, Problems
 
@@ -214,11 +216,25 @@ def _read_file(name: str, context: _IncludeContext) -> Iterator[Import | Binding
     if path.resolve() in context.files:
       raise ConfigError("the file includes itself: remove one of the includes.")
     try:
-      text = path.read_text(encoding="utf-8").removeprefix("\ufeff")  # a byte-order mark
+      text = _read_folder(path) if path.is_dir() else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
       raise ConfigError(f"{path} cannot be read as a gin file: {error}") from error
+    text = text.removeprefix("\ufeff")  # a byte-order mark
     inner = dataclasses.replace(context, files=(*context.files, path.resolve()))
     yield from _parse_statements(text, name, inner)
+
+
+def _read_folder(path: pathlib.Path) -> str:
+  """Returns the gin file of a Hugging Face folder, and prints what it does not follow."""
+  from rosetta_t5.config.hugging_face_recipe import hugging_face_recipe  # imports SentencePiece
+
+  try:
+    text, notes = hugging_face_recipe(path.absolute())
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  for note in notes:
+    terminal.print_line(f"note: {path.name}: {note}", sys.stderr)
+  return text
 
 
 def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding]:

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logit
+from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logits
 from rosetta_t5.kernels.xla_attention import soft_cap
 from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
 from rosetta_t5.networks.layers.matmuls import product_of_few_rows
@@ -164,17 +164,26 @@ def output_layer(
     logits_dense = dense(
       config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
     )
-  excluded = jnp.asarray(config.pad_id, jnp.int32) if config.padding_never_follows else None
+  excluded_V = _excluded_tokens(config)
   if return_logits:
     if config.logits_via_embedding:
       # Where positions are split, XLA would otherwise gather the table instead of the activations.
       logits_BTV = constrain(embedding.attend(y_BTD), ("batch", "length", "vocab"))
     else:
       logits_BTV = logits_dense(y_BTD)
-    return set_logit(soft_cap(logits_BTV / divisor, config.logit_softcap), excluded)
+    return set_logits(soft_cap(logits_BTV / divisor, config.logit_softcap), excluded_V)
   if config.logits_via_embedding:
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
   else:
     kernel_DV, _ = logits_dense(y_BTD)
   hidden_BTD = y_BTD if divisor == 1 else y_BTD.astype(kernel_DV.dtype) / divisor
-  return LogitFactors(hidden_BTD, kernel_DV, excluded, config.logit_softcap)
+  return LogitFactors(hidden_BTD, kernel_DV, excluded_V, config.logit_softcap)
+
+
+def _excluded_tokens(config: Any) -> Bool[Array, " V"] | None:
+  """Returns the ids that never follow; None if all may."""
+  if not (config.padding_never_follows or config.unused_rows):
+    return None
+  id_V = jnp.arange(config.vocab_size)
+  is_padding_V = (id_V == config.pad_id) & config.padding_never_follows
+  return is_padding_V | (id_V >= config.vocab_size - config.unused_rows)

@@ -14,6 +14,7 @@ from rosetta_t5.networks.config import NetworkConfig
 
 # What an entry means that a folder leaves out, by model_type.
 _LLAMA: dict[str, Any] = {
+  "vocab_size": 32000,
   "num_attention_heads": 32,
   "hidden_act": "silu",
   "max_position_embeddings": 2048,
@@ -23,12 +24,14 @@ _LLAMA: dict[str, Any] = {
   "rope_theta": 10_000.0,
 }
 _QWEN: dict[str, Any] = _LLAMA | {
+  "vocab_size": 151_936,
   "num_key_value_heads": 32,
   "max_position_embeddings": 32768,
   "sliding_window": 4096,
   "max_window_layers": 28,
 }
 _GEMMA: dict[str, Any] = {
+  "vocab_size": 256_000,
   "num_attention_heads": 8,
   "num_key_value_heads": 4,
   "head_dim": 256,
@@ -56,6 +59,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
   "gemma2": _GEMMA_2,
   "gemma3_text": _GEMMA
   | {
+    "vocab_size": 262_208,
     "sliding_window_pattern": 6,
     "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000.0,
@@ -71,7 +75,7 @@ SUPERSEDED = (
 _READ = {
   *(name for entries in CLASS_DEFAULTS.values() for name in entries),
   *SUPERSEDED,
-  *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+  *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers"),
   *("rope_parameters", "layer_types", "attention_bias", "mlp_bias", "dropout_rate"),
   name_tables.PADDING_IS_TOKEN_0,
 }

@@ -1,11 +1,14 @@
 """Reads and writes the weights of Transformers' Llama 3, Qwen 2.5 and 3, Gemma 2 and 3 as those of a decoder.
 
 If a folder has no padding token, or another one than token 0, our ids are one higher than its ids. Row 0 of our
-tables is then a copy of the row that starts texts, which nothing reads.
+tables is then a copy of the row that starts texts, which nothing reads. Unused rows at the end make the number of
+rows a multiple of 128, so that devices can split them.
 """
 
 import re
 from typing import Any
+
+import numpy as np
 
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
@@ -28,6 +31,7 @@ FIXED: Config = {}
 DEFAULTS: Config = {}
 CLASS_DEFAULTS = {name: layer_settings.CLASS_DEFAULTS[name] for name in MODEL_TYPES}
 SIZES: dict[str, Any] = {name: {} for name in MODEL_TYPES}  # make_config writes them
+_MULTIPLE = 128
 IGNORED = re.compile(r".*\.inv_freq")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LLAMA_NORMS = {
@@ -71,13 +75,13 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of TransformerConfig for a config.json and its arrays."""
   found = sizes(arrays)
   is_shifted = not config.get(name_tables.PADDING_IS_TOKEN_0)
-  theirs = {**config, "vocab_size": found["vocab_size"] - is_shifted}
   return {
     **found,
     **layer_settings.read_layers(config, found["emb_dim"], found["num_layers"]),
     "logits_via_embedding": HEAD not in arrays,
     "padding_never_follows": is_shifted,
-    "decoder_start_token_id": name_tables.start_token(theirs) + is_shifted,
+    "unused_rows": found["vocab_size"] - config["vocab_size"] - 1 if is_shifted else 0,
+    "decoder_start_token_id": name_tables.start_token(config) + is_shifted,
   }
 
 
@@ -88,14 +92,24 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
     ValueError: weights are missing, or belong to another architecture.
   """
   weights, model_type = dict(weights), config["model_type"]
-  if not config.get(name_tables.PADDING_IS_TOKEN_0):
-    for name in {_TABLE, _HEAD} & weights.keys():
-      rows = weights[name].shape[0]
-      start = name_tables.start_token({**config, "vocab_size": rows})
-      first = lazy_arrays.slice_axis(weights[name], 0, start, start + 1)
-      weights[name] = lazy_arrays.concatenate([first, weights[name]], 0)
+  for name in {_TABLE, _HEAD} & weights.keys():
+    weight = weights[name]
+    if weight.shape[0] != config["vocab_size"]:
+      raise ValueError(
+        f"vocab_size is {config['vocab_size']}, but {name} has the shape {weight.shape}"
+      )
+    if not config.get(name_tables.PADDING_IS_TOKEN_0):
+      weights[name] = _shift_rows(weight, name_tables.start_token(config))
   arrays = name_tables.from_transformers(weights, _weight_table(model_type), model_type)
   return name_tables.without_tied_head(arrays, EMBEDDING, HEAD, config)
+
+
+def _shift_rows(table_VD: StoredArray, start: int) -> StoredArray:
+  """Returns a table after the row of the start token, with zeros at its end."""
+  rows, width = table_VD.shape
+  unused = np.zeros((-(rows + 1) % _MULTIPLE, width), table_VD.dtype)
+  first_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
+  return lazy_arrays.concatenate([first_1D, table_VD, lazy_arrays.as_stored_array(unused)], 0)
 
 
 def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: Config) -> str:
@@ -132,7 +146,7 @@ def make_config(
     ids["bos_token_id"] = (start or 0) - is_shifted
   return {
     **layer_settings.write_layers(network, "decoder", model_type),
-    "vocab_size": network.vocab_size - is_shifted,
+    "vocab_size": network.vocab_size - network.unused_rows - is_shifted,
     "tie_word_embeddings": HEAD not in arrays,
     **ids,
   }
@@ -142,7 +156,7 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree."""
   model_type = config["model_type"]
   theirs = name_tables.to_transformers(arrays, _weight_table(model_type), model_type)
+  first = 0 if config.get(name_tables.PADDING_IS_TOKEN_0) or config.get("pad_token_id") == 0 else 1
   for name in {_TABLE, _HEAD} & theirs.keys():
-    rows = theirs[name].shape[0]
-    theirs[name] = lazy_arrays.slice_axis(theirs[name], 0, rows - config["vocab_size"], rows)
+    theirs[name] = lazy_arrays.slice_axis(theirs[name], 0, first, first + config["vocab_size"])
   return theirs
