@@ -56,6 +56,7 @@ INCLUDED_BEFORE = {
 KINDS = ("models", "optimizers", "runs", "examples")
 RUNS = ("train", "evaluate", "infer", "precompile", "save")
 SCHEDULE_STEPS = (0, 1_000, 10_000, 100_000, 1_010_000)
+_traced: dict[Any, dict[str, tuple[int, ...]]] = {}
 
 
 def every_recipe() -> list[str]:
@@ -224,8 +225,14 @@ def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   return dict(_with_all_layers(shapes, depths, period))
 
 
-@functools.cache
 def _trace_shapes(model_cls: Any, module_cls: Any, config: Any) -> dict[str, tuple[int, ...]]:
+  key = (model_cls, module_cls, repr(config))
+  if key not in _traced:
+    _traced[key] = _trace(model_cls, module_cls, config)
+  return _traced[key]
+
+
+def _trace(model_cls: Any, module_cls: Any, config: Any) -> dict[str, tuple[int, ...]]:
   # The shapes do not depend on the vocabularies, whose files may be in a remote bucket.
   vocabularies = {n: None for n in inspect.signature(model_cls).parameters if "vocabulary" in n}
   model = model_cls(module=module_cls(config), optimizer_def=None, **vocabularies)

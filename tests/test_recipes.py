@@ -108,6 +108,35 @@ def test_models_have_the_rounded_published_sizes(model, billions):
   assert f"{_parameters(f'models/{model}') / 1e9:.{digits}f}" == billions
 
 
+# The numbers of parameters that Transformers 5.24 counts for the published configurations.
+EXACT = {
+  "llama3": {"1b": 1235814400, "3b": 3212749824, "8b": 8030261248, "70b": 70553706496},
+  "qwen2_5": {"0_5b": 494032768, "1_5b": 1543714304, "3b": 3085938688, "7b": 7615616512}
+  | {"14b": 14770033664, "32b": 32763876352, "72b": 72706203648},
+  "qwen3": {"0_6b": 596049920, "1_7b": 1720574976, "4b": 4022468096, "8b": 8190735360}
+  | {"14b": 14768307200, "32b": 32762123264},
+  "gemma2": {"2b": 2614341888, "9b": 9241705984, "27b": 27227128320},
+  "gemma3": {"270m": 268098176, "1b": 999885952, "4b": 3880263168, "12b": 11766034176}
+  | {"27b": 27009346304},
+  "t5gemma": {"s_s": 312517632, "b_b": 591490560, "l_l": 1241761792, "ml_ml": 2200345344}
+  | {"xl_xl": 3766980608, "2b_2b": 5596853760, "9b_2b": 12292375296, "9b_9b": 20333401088},
+}
+
+
+@pytest.mark.parametrize(
+  ("name", "count"),
+  [(f"models/{f}/{size}", n) for f, sizes in EXACT.items() for size, n in sizes.items()],
+)
+def test_todays_models_have_the_published_sizes_besides_rows_that_are_no_tokens(name, count):
+  def value(field):
+    found = re.search(rf"\b{field}=(\w+)", TEXTS[name])
+    return int({"True": 1, "False": 0, None: 0}.get(found and found[1], found and found[1]))
+
+  rows = value("unused_rows") + value("padding_never_follows")
+  tables = 2 - value("logits_via_embedding")
+  assert _parameters(name) - rows * tables * value("emb_dim") == count
+
+
 def test_gpt2_has_the_published_size_and_an_embedding_for_padding():
   assert _parameters("models/gpt/gpt2") == 124_439_808 + 768  # the first is transformers' count
 
