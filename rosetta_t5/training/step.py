@@ -52,8 +52,7 @@ def train_step(
     weight_metrics: called with gradients, old and new state; returns additional metrics.
     pad_id: see `accumulate_gradients`.
   """
-  learning_rate = learning_rate_fn(state.step)
-  rng = jax.random.fold_in(rng, state.step)
+  learning_rate, rng = learning_rate_fn(state.step), jax.random.fold_in(rng, state.step)
   arguments = (loss_fn, state, batch, rng, num_microbatches, pad_id)
   grads, loss, metrics, mutables = accumulate_gradients(*arguments)
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
@@ -61,8 +60,7 @@ def train_step(
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
-  if weight_metrics is not None:
-    metrics |= weight_metrics(grads, state, new_state)
+  metrics |= weight_metrics(grads, state, new_state) if weight_metrics else {}
   return new_state, metrics
 
 
