@@ -222,6 +222,19 @@ def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher
     np.testing.assert_allclose(found[:, row], whole[row, start : start + 5], atol=1e-4)
 
 
+@pytest.mark.parametrize("window", [5, 20])
+def test_the_cache_of_a_local_layer_is_as_long_as_its_window(window):
+  module = DecoderWrapper(config_of("gemma3", window=window))
+  ids = jnp.ones((2, 14), jnp.int32)
+  options = {"decode": True, "enable_dropout": False, "mutable": ["cache"]}
+  cache = jax.eval_shape(
+    lambda params: module.apply({"params": params}, ids, ids, **options)[1]["cache"],
+    params_of("gemma3"),
+  )["decoder"]
+  lengths = [cache[f"layers_{n}"]["self_attention"]["cached_value"].shape[2] for n in range(4)]
+  assert lengths == [min(window, 14), 14] * 2
+
+
 @pytest.mark.parametrize("changes", [{"scan_layers": True}, {"fuse_qkv_params": True}])
 def test_layers_of_several_kinds_can_be_scanned_and_kernels_stacked(changes):
   config, params = config_of("gemma3"), params_of("gemma3")

@@ -143,7 +143,9 @@ class MultiHeadDotProductAttention(nn.Module):
       assert positions is not None  # the stack of layers counts them if a layer has such positions
       q_BTHK, keys = (apply_rotary(x, positions, self.rope) for x in (q_BTHK, keys))
     if mode is AttentionMode.CREATE_CACHE:
-      self._cache_variables(keys, values)
+      # A local layer's cache has the positions of its window; T5's bias needs all of them.
+      length = self.window if bias is None else None
+      self._cache_variables(keys[:, :length], values[:, :length])
     elif mode is AttentionMode.PREFILL:
       self._prefill_cache(keys, values, mask, prefill_lengths)
     beam_BML = None
@@ -358,11 +360,11 @@ class MultiHeadDotProductAttention(nn.Module):
         "decode=True for whole sequences"
       )
     keys, values, index, beam = self._cache_variables(k_B1HK, v_B1HK)
-    beam.value = decoding_cache.record_writing_beam(beam.value, index.value)
-    position, index.value = index.value, index.value + 1
-    keys.value = decoding_cache.write_position(keys.value, k_B1HK, position, axis=3)
-    values.value = decoding_cache.write_position(values.value, v_B1HK, position, axis=2)
-    length = values.value.shape[2]
+    position, index.value, length = index.value, index.value + 1, values.value.shape[2]
+    slot = position % length if length == self.window else position
+    beam.value = decoding_cache.record_writing_beam(beam.value, slot)
+    keys.value = decoding_cache.write_position(keys.value, k_B1HK, slot, axis=3)
+    values.value = decoding_cache.write_position(values.value, v_B1HK, slot, axis=2)
     visible = decoding_cache.visible_positions(position, length, self.window)
     mask = visible if mask is None else visible & mask
     bias = None if bias is None else decoding_cache.bias_row(bias, position)

@@ -5,6 +5,9 @@ layouts in which the two matmuls of a decoding step read them fastest. (T5X has 
 both. On a CPU, values are then read at half the speed, and every number that a step writes touches a
 cache line of its own.)
 
+The cache of a local layer is as long as its window: position p is in slot p mod length, and replaces the
+position that is one length before it.
+
 `PRECOMPUTED` is the variable collection of what is the same in every decoding step: the keys and
 values that cross-attention computes from the encoded inputs, and kernels in the type of the matmul, on a
 CPU in the layout that it multiplies fastest. A module writes these variables when the collection is
@@ -69,6 +72,11 @@ def prompts_to_cache(
     length: the number of positions in the cache.
     lengths_B: the number of tokens in each prompt.
   """
+  if length < k_BSHK.shape[1]:
+    position_BL11 = _positions_in_cache(lengths_B - 1, length)[:, :, None, None]
+    k_BSHK, v_BSHK = (
+      jnp.take_along_axis(x, jnp.maximum(position_BL11, 0), axis=1) for x in (k_BSHK, v_BSHK)
+    )
   is_prompt_BL11 = jnp.arange(length)[None, :, None, None] < lengths_B[:, None, None, None]
   padding = ((0, 0), (0, length - k_BSHK.shape[1]), (0, 0), (0, 0))
   k_BLHK, v_BLHK = (jnp.where(is_prompt_BL11, jnp.pad(x, padding), 0) for x in (k_BSHK, v_BSHK))
@@ -123,9 +131,18 @@ def visible_positions(
 
   These are those up to its own or, with a window, the last `window` of them.
   """
-  position_111L, index_B111 = jnp.arange(length)[None, None, None], index.reshape(-1, 1, 1, 1)
-  visible = position_111L <= index_B111
-  return visible if window is None else visible & (index_B111 - position_111L < window)
+  index_B = index.reshape(-1)
+  if window is None:
+    return (jnp.arange(length)[None] <= index_B[:, None])[:, None, None]
+  position_BL = _positions_in_cache(index_B, length)
+  visible_BL = (position_BL >= 0) & (index_B[:, None] - position_BL < window)
+  return visible_BL[:, None, None]
+
+
+def _positions_in_cache(last_B: Int[Array, " B"], length: int) -> Int[Array, "B L"]:
+  """Returns the position in each slot after the position `last_B` was written; negative if there is none."""
+  last_B1 = last_B[:, None]
+  return last_B1 - (last_B1 - jnp.arange(length)[None]) % length
 
 
 def bias_row(
