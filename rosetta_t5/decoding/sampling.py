@@ -128,7 +128,9 @@ def temperature_sample(
   prompts = start.sequences[:, :-2]
   max_len: int | jax.Array = prompts.shape[1]
   if max_decode_steps is not None:
-    max_len = jnp.minimum(max_len, jnp.sum(prompts != pad_id, axis=1) + max_decode_steps)
+    # Position 0 has the start token, or the first token of a text without one, which is not counted.
+    lengths = jnp.sum(prompts[:, 1:] != pad_id, axis=1)
+    max_len = jnp.minimum(max_len, lengths + max_decode_steps)
 
   def count_eos(sequences: jax.Array) -> jax.Array:
     return jnp.sum(sequences == eos_id, axis=-1, keepdims=True)

@@ -28,8 +28,8 @@ class ChatPrompts:
     vocabulary = model.input_vocabulary
     self._template = ChatTemplate(vocabulary)
     # A decoder's start token takes the place of the begin token.
-    is_decoder = isinstance(model, DecoderOnlyModel)
-    self._begin = vocabulary.folder.named.get("bos_token", "") if is_decoder else ""
+    has_start = isinstance(model, DecoderOnlyModel) and vocabulary.starts_rows
+    self._begin = vocabulary.folder.named.get("bos_token", "") if has_start else ""
     self.decoding: dict[str, Any] = {"decoder_params": {"eos_id": self._template.end_id()}}
     self.preprocessors: list[Callable[..., Any]] = chat_preprocessors()
 

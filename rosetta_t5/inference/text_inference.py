@@ -13,6 +13,7 @@ import numpy as np
 from rosetta_t5.data.pipeline import inference_data
 from rosetta_t5.data.pipeline.datasets import token_limit
 from rosetta_t5.data.pipeline.inference_data import Example, Preprocessors
+from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
@@ -66,7 +67,8 @@ class TextInference:
     }
     self._model, self._partitioner, self._axes = model, partitioner, train_state_axes
     self._batch_size, self._lengths = batch_size, task_feature_lengths
-    self._converter = model.FEATURE_CONVERTER_CLS(pack=False)
+    converter = model.FEATURE_CONVERTER_CLS(pack=False)
+    self._converter = TaskFeatureConverter(converter, self.features)
     self._infer_fns: dict[Any, Callable[..., Any]] = {}
     # A row of a decoder-only model contains inputs and targets.
     names = task_feature_lengths if isinstance(model, DecoderOnlyModel) else ("inputs",)

@@ -194,6 +194,7 @@ def write_folder(case: str, folder: pathlib.Path) -> None:
   ends = config.pop("model")
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
   model = {"eos_token_id": ends, "is_encoder_decoder": case == "t5"}
+  model |= {"pad_token_id": 0} if case in ("gemma", "t5") else {}
   (folder / "config.json").write_text(
     json.dumps(model | {"model_type": MODEL_TYPES.get(case, case)})
   )

@@ -16,8 +16,8 @@ from etils import epath
 
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
+from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
 from rosetta_t5.data.prepared import PreparedTask
-from rosetta_t5.data.tasks.chat_task import convert_features
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.data_layout import multiples_near
@@ -88,7 +88,8 @@ def get_dataset_inner(
   )
   for preprocess in cfg.runtime_preprocessors or ():
     dataset = preprocess(dataset)
-  dataset = convert_features(converter, dataset, cfg.task_feature_lengths)
+  converter = TaskFeatureConverter(converter, provider.output_features)
+  dataset = converter(dataset, task_feature_lengths=cfg.task_feature_lengths)
   return dataset.batch(cfg.batch_size // shard_info.num_shards, drop_remainder=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rosetta_t5 import terminal
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.tasks.chat_task import convert_features
+from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
 from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_utf8
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 
@@ -58,7 +58,8 @@ class InferenceData:
     """Returns the examples with the task's features, and with the model's features."""
     cfg = self._cfg
     examples = dataset_config.read_task(cfg, task, seed=cfg.seed, shard_info=self._shard)
-    return examples, convert_features(self._converter, examples, cfg.task_feature_lengths)
+    converter = TaskFeatureConverter(self._converter, task.output_features)
+    return examples, converter(examples, task_feature_lengths=cfg.task_feature_lengths)
 
   def element_spec(self) -> dict[str, tf.TensorSpec]:
     """Returns shape and dtype of each of the model's features, without a batch dimension."""
@@ -131,7 +132,7 @@ def make_evaluator(
       "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
       f"example; got True for the task '{cfg.name}'"
     )
-  dataset_config.find_checked_task(cfg)
+  provider = dataset_config.find_checked_task(cfg)
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
@@ -139,7 +140,9 @@ def make_evaluator(
   with dataset_config.data_errors_named(cfg):
     evaluator = evaluator_cls(
       mixture_or_task_name=cfg.name,
-      feature_converter=feature_converter_cls(pack=False),
+      feature_converter=TaskFeatureConverter(
+        feature_converter_cls(pack=False), provider.output_features
+      ),
       eval_split=cfg.split,
       use_cached=cfg.use_cached,
       seed=cfg.seed,

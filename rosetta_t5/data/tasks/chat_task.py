@@ -108,7 +108,7 @@ def _tokenize_conversations(
 
   def tokens_of(text: str, spans: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     ids, weights = vocabulary.encode_spans(text, spans)
-    first = int(ids[:1] == [vocabulary.bos_id])
+    first = int(vocabulary.starts_rows and ids[:1] == [vocabulary.bos_id])
     return ids[first:], weights[first:]
 
   dataset = _tokenize(dataset, ("targets", WEIGHTS), tokens_of)
@@ -151,23 +151,3 @@ def _tokenize(dataset: tf.data.Dataset, names: Sequence[str], tokens_of: Any) ->
     return tf.data.Dataset.from_tensor_slices(ragged)
 
   return dataset.flat_map(examples)
-
-
-def convert_features(converter: Any, dataset: tf.data.Dataset, lengths: Any) -> tf.data.Dataset:
-  """Applies a feature converter; where the dataset has `WEIGHTS`, tokens with the weight 0 have no loss.
-
-  SeqIO's converters pack, shift and pad tokens without such weights, so the signs of the tokens keep them.
-  """
-  if WEIGHTS not in dataset.element_spec:
-    return converter(dataset, task_feature_lengths=lengths)
-
-  def mark(example: Mapping[str, Any]) -> dict[str, Any]:
-    tokens = example["targets"]
-    is_trained = example[WEIGHTS][: tf.size(tokens)] > 0
-    return {**example, "targets": tf.where(is_trained, tokens, -tokens)}
-
-  def unmark(features: Mapping[str, Any]) -> dict[str, Any]:
-    weights = tf.cast(features["decoder_target_tokens"] > 0, tf.int32)
-    return {**{name: tf.abs(x) for name, x in features.items()}, "decoder_loss_weights": weights}
-
-  return converter(dataset.map(mark), task_feature_lengths=lengths).map(unmark)

@@ -178,7 +178,7 @@ def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> se
 
 
 def tokenizer_vocabulary(
-  file: str, eos_token: str | None = None, shift: int = 0
+  file: str, eos_token: str | None = None, shift: int | None = None
 ) -> seqio.Vocabulary:
   """Returns the vocabulary of a tokenizer.json; for gin: `VOCABULARY = @data.tokenizer_vocabulary()`.
 
@@ -188,7 +188,8 @@ def tokenizer_vocabulary(
   Args:
     file: tokenizer.json, or a folder with it, a local path.
     eos_token: the token that ends a text, such as "</s>"; None for that of the folder's other files.
-    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher.
+    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher. None to find it out: 1 if
+      config.json beside it is a decoder's and has another `pad_token_id`, or if token 0 is text.
 
   Raises:
     ValueError: a folder has no tokenizer.json.

@@ -39,6 +39,7 @@ class TokenizerFolder:
     added: the tokens that are added to those of tokenizer.json, as arguments of `AddedToken`.
     end_ids: the ids of the tokens with which the model's texts may end, by config.json.
     is_encoder_decoder: whether config.json is that of an encoder-decoder; None without config.json.
+    has_padding_0: whether token 0 is padding by config.json.
     templates: the chat templates by name; the usual one is "default".
   """
 
@@ -47,6 +48,7 @@ class TokenizerFolder:
   added: tuple[Mapping[str, Any], ...]
   end_ids: tuple[int, ...]
   is_encoder_decoder: bool | None
+  has_padding_0: bool
   templates: Mapping[str, str]
 
   def add_tokens(self, tokenizer: Any) -> None:
@@ -56,6 +58,12 @@ class TokenizerFolder:
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     new = [AddedToken(**token) for token in self.added if token["content"] not in known]
     tokenizer.add_tokens(new)
+
+  def shift(self, tokenizer: Any) -> int:
+    """Returns 1 if ids must be one higher, because token 0 is text or a decoder's padding is another."""
+    if self.is_encoder_decoder is False:
+      return int(not self.has_padding_0)
+    return int(len(tokenizer.id_to_token(0) or "") == 1)
 
   def end_token(self, tokenizer: Any) -> str:
     """Returns the token with which texts end: the one of config.json, or of several the tokenizer's own."""
@@ -89,6 +97,7 @@ def read_tokenizer_folder(path: str) -> TokenizerFolder:
     by_id = {n: _added(token, token in special) for token, n in numbered.items()}
   added = [token for _, token in sorted(by_id.items())]
   added += [_added(token, True) for token in special]
+  model = {**model.get("text_config", {}), **model}  # of a multimodal model
   ends = model.get("eos_token_id")
   return TokenizerFolder(
     path=root,
@@ -96,6 +105,7 @@ def read_tokenizer_folder(path: str) -> TokenizerFolder:
     added=tuple(added),
     end_ids=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
     is_encoder_decoder=bool(model.get("is_encoder_decoder")) if model else None,
+    has_padding_0=model.get("pad_token_id") == 0,
     templates=_read_templates(root, settings),
   )
 

@@ -34,14 +34,16 @@ class TokenizerVocabulary(seqio.Vocabulary):
   `ends_inputs` say what Transformers adds to the inputs of an encoder.
   """
 
-  def __init__(self, files: tuple[str, ...], eos_token: str | None, shift: int, extra_ids: int):
+  def __init__(
+    self, files: tuple[str, ...], eos_token: str | None, shift: int | None, extra_ids: int
+  ):
     self._files, self._eos_token = files, eos_token
-    self._shift, self._added_ids = shift, extra_ids
+    self._given_shift, self._added_ids = shift, extra_ids
     super().__init__(extra_ids=extra_ids)
 
   def __getstate__(self) -> dict[str, Any]:
     """Returns what `__init__` has set, and nothing that was read from files since."""
-    names = ("_files", "_eos_token", "_shift", "_added_ids", "_extra_ids")
+    names = ("_files", "_eos_token", "_given_shift", "_added_ids", "_extra_ids")
     return {name: getattr(self, name) for name in names}
 
   @property
@@ -53,6 +55,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
   def folder(self) -> TokenizerFolder:
     """What the other files in the tokenizer's folder say."""
     return read_tokenizer_folder(os.path.dirname(local_path(self._files[0])))
+
+  @functools.cached_property
+  def _shift(self) -> int:
+    given = self._given_shift
+    return self.folder.shift(self.tokenizer) if given is None else given
 
   @property
   def eos_id(self) -> int:
@@ -88,6 +95,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
     """The tokens before the inputs of the folder's encoder; those of a decoder begin with its start token."""
     has_encoder = self.folder.is_encoder_decoder
     return [n + self._shift for n in self._surrounding_ids[0]] if has_encoder else []
+
+  @property
+  def starts_rows(self) -> bool:
+    """Whether a decoder's rows begin with its start token: not if its folder's tokenizer begins no text."""
+    return self.folder.is_encoder_decoder is not False or bool(self._surrounding_ids[0])
 
   @property
   def ends_inputs(self) -> bool:
@@ -129,11 +141,6 @@ class TokenizerVocabulary(seqio.Vocabulary):
   @functools.cached_property
   def _unknown(self) -> int:
     """The id of unknown pieces where their own is 0, which means padding here; as `reserve_padding` does."""
-    if len(token := self.tokenizer.id_to_token(0)) == 1:
-      raise ValueError(
-        f"{self._files[0]}: token 0 is the text {token!r}, but id 0 is padding: set "
-        "data.tokenizer_vocabulary.shift = 1, which makes every id one higher"
-      )
     ids = (self.tokenizer.token_to_id(name) for name in ("<pad>", "<s>"))
     return next(filter(None, ids), 0)
 
