@@ -26,6 +26,7 @@ from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
 from rosetta_t5.data.vocabularies import sentencepiece_models
+from rosetta_t5.data.vocabularies.tokenizer_folder import COMPANIONS, TOKENIZER
 from rosetta_t5.files import CHECKSUMS_NAME, exclusive_output, write_atomically, write_checksums
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
@@ -64,7 +65,7 @@ def prepare(
 
   Args:
     inputs: patterns of files, or folders.
-    vocabulary: a SentencePiece model's file, which is copied into `out`.
+    vocabulary: a SentencePiece model's file, a tokenizer.json or a folder with one; copied into `out`.
     out: the folder to write, which must contain nothing else.
     text: the column that contains the text, or a template such as "{title} {body}".
     validation_percent: percentage of the documents, chosen by the hash of their text, that become
@@ -85,9 +86,13 @@ def prepare(
   files = [f for f in find_files(inputs) if folder not in pathlib.Path(os.path.abspath(f)).parents]
   if not files:
     raise ValueError(f"--input contains no file outside --out {folder}")
-  model = pathlib.Path(local_path(vocabulary)).read_bytes()
-  tokenizer = sentencepiece_models.load_sentencepiece(local_path(vocabulary))
-  if append_end and tokenizer.eos_id() < 0:
+  is_folder = os.path.isdir(vocabulary)
+  source = pathlib.Path(
+    local_path(os.path.join(vocabulary, TOKENIZER) if is_folder else vocabulary)
+  )
+  model, is_tokenizer = source.read_bytes(), source.name == TOKENIZER
+  tokenizer = shards.open_vocabulary(source)
+  if append_end and tokenizer.end < 0:
     raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
   if not (folder / "shards").exists() and folder.exists() and any(folder.iterdir()):
     raise ValueError(f"{folder} contains other files: set --out to a folder that does not exist")
@@ -104,17 +109,22 @@ def prepare(
       raise ValueError(
         f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
       )
-    write_atomically(folder / shards.VOCABULARY, model)
+    copy = folder / (TOKENIZER if is_tokenizer else shards.VOCABULARY)
+    write_atomically(copy, model)
+    for file in map(source.with_name, COMPANIONS if is_tokenizer else ()):
+      if file.is_file():
+        write_atomically(folder / file.name, file.read_bytes())
     jobs = _plan(
       files, out=str(folder), read_options=read_options, on_bad_example=on_bad_example, **settings
     )
     for name in (CHECKSUMS_NAME, shards.MANIFEST):
       (folder / name).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
-    manifest = _manifest(jobs[0], tokenizer.get_piece_size(), _run(jobs, workers, executor))
+    summaries = _run(jobs, workers, executor)
+    manifest = _manifest(jobs[0], copy.name, tokenizer.size, summaries)
     write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
     # The manifest has the hashes of the indices, and ArrayRecord detects damage of the shards.
-    write_checksums(folder, [shards.VOCABULARY, shards.MANIFEST])
+    write_checksums(folder, [copy.name, shards.MANIFEST])
   return manifest
 
 
@@ -187,7 +197,9 @@ def _run(
   return [done[job.number] for job in jobs]
 
 
-def _manifest(job: ShardJob, pieces: int, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _manifest(
+  job: ShardJob, file: str, pieces: int, summaries: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
   splits: dict[str, dict[str, Any]] = {}
   for split in shards.SPLITS:
     entries = [summary["splits"][split] for summary in summaries if split in summary["splits"]]
@@ -205,7 +217,7 @@ def _manifest(job: ShardJob, pieces: int, summaries: Sequence[Mapping[str, Any]]
     )
   return {
     "format": 1,
-    "vocabulary": {"file": shards.VOCABULARY, "sha256": job.vocabulary_sha256, "pieces": pieces},
+    "vocabulary": {"file": file, "sha256": job.vocabulary_sha256, "pieces": pieces},
     "text": job.text,
     "append_end": job.append_end,
     "validation_percent": job.validation_percent,
@@ -223,7 +235,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 prepare`."""
   add = parser.add_argument
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
-  add("--vocab", required=True, metavar="MODEL", help="a SentencePiece model")
+  add(
+    "--vocab",
+    required=True,
+    metavar="MODEL",
+    help="a SentencePiece model, or a folder with tokenizer.json",
+  )
   add(
     "--out", type=machine_path, required=True, metavar="DIR", help="the folder to write; a new one"
   )

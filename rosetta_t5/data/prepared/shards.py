@@ -18,13 +18,15 @@ import pathlib
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rosetta_t5 import files
 from rosetta_t5.data import reading
 from rosetta_t5.data.vocabularies import sentencepiece_models
+from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
+from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER
 
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
@@ -93,13 +95,51 @@ class ShardJob:
     return None
 
 
+class StoredVocabulary(NamedTuple):
+  """What is needed of a vocabulary, without sentinels that are its last ids.
+
+  Attributes:
+    tokenizer: the SentencePiece processor, or the `tokenizers.Tokenizer`.
+    encode: converts a text to ids.
+    decode: converts ids to a text.
+    size: the number of ids.
+    end: the id of the end token; negative if there is none.
+    unknown: the id of unknown pieces, or None.
+  """
+
+  tokenizer: Any
+  encode: Any
+  decode: Any
+  size: int
+  end: int
+  unknown: int | None
+
+
+def open_vocabulary(path: str | os.PathLike[str]) -> StoredVocabulary:
+  """Returns the vocabulary of a prepared folder, of a tokenizer.json or of a SentencePiece model.
+
+  Raises:
+    ValueError: the file is neither.
+  """
+  if os.path.isdir(path):
+    files_of_it = (os.path.join(path, name) for name in (TOKENIZER, VOCABULARY))
+    path = next(filter(os.path.exists, files_of_it))
+  if os.path.basename(path) == TOKENIZER:
+    made: Any = tokenizer_vocabulary(os.fspath(path))
+    size = made.vocab_size - made.extra_ids
+    return StoredVocabulary(made.tokenizer, made.encode, made.decode, size, made.eos_id, None)
+  model = sentencepiece_models.load_sentencepiece(path)
+  ids = model.get_piece_size(), model.eos_id(), model.unk_id()
+  return StoredVocabulary(model, model.encode, model.decode, *ids)
+
+
 def run_job(job: ShardJob) -> dict[str, Any]:
   """Writes the shard, and returns its files, counts and bad examples."""
   job.summary_file.unlink(missing_ok=True)
   bad, losses = reading.BadExamples(job.on_bad_example), Counter[str]()
-  tokenizer = sentencepiece_models.load_sentencepiece(os.path.join(job.out, VOCABULARY))
-  end = [tokenizer.eos_id()] if job.append_end else []
-  stored = token_type(tokenizer.get_piece_size())
+  tokenizer = open_vocabulary(job.out)
+  end = [tokenizer.end] if job.append_end else []
+  stored = token_type(tokenizer.size)
   writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
   reader = reading.BlockReader(
     reading.make_converter({"text": job.text}), job.read_options, bad_examples=bad
@@ -108,7 +148,7 @@ def run_job(job: ShardJob) -> dict[str, Any]:
     text, tokens = fields["text"], []
     for piece in cut_at_spaces(text, _CHARACTERS_PER_PIECE):
       tokens.append(np.array(tokenizer.encode(piece), stored))
-      if tokenizer.unk_id() in tokens[-1]:
+      if tokenizer.unknown in tokens[-1]:
         losses.update(sentencepiece_models.count_unknown(piece, tokenizer))
     if losses["texts"] < _CHECKED_TEXTS:
       beginning = text[:_CHECKED_CHARACTERS]
@@ -200,7 +240,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
       f"There is no {path}: the folder is not prepared data, or was not completed. Prepare it: "
       f"rosetta-t5 prepare --input FILES --vocab MODEL --out {folder}"
     )
-  files.verify_checksums(folder, (MANIFEST, VOCABULARY).__contains__)
+  files.verify_checksums(folder, (MANIFEST, VOCABULARY, TOKENIZER).__contains__)
   return files.read_json_object(path)
 
 

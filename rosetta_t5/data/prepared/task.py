@@ -21,9 +21,9 @@ from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.objectives import Denoiser
 from rosetta_t5.data.prepared import prepared_batches
 from rosetta_t5.data.prepared.prepared_batches import BatchObjective, BatchSequence, HostBatch
-from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
+from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, open_vocabulary, read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
-from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
+from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
 _END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
@@ -75,8 +75,11 @@ class PreparedTask:
   @property
   def output_features(self) -> dict[str, Any]:
     """The features as SeqIO describes them, with their vocabulary."""
-    path = os.path.join(self.folders[0], VOCABULARY)
-    feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
+    path = os.path.join(self.folders[0], read_manifest(self.folders[0])["vocabulary"]["file"])
+    if os.path.basename(path) == VOCABULARY:
+      feature = seqio.Feature(seqio.SentencePieceVocabulary(path, extra_ids=self.extra_ids))
+    else:
+      feature = seqio.Feature(tokenizer_vocabulary(path, extra_ids=self.extra_ids))
     return dict.fromkeys(self._feature_names, feature)
 
   @property
@@ -88,7 +91,7 @@ class PreparedTask:
 
     Args:
       lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
-      tokenizer: the SentencePiece model, without sentinels.
+      tokenizer: the `StoredVocabulary`.
 
     Raises:
       ValueError: `lengths` has the wrong features or too small values for the objective.
@@ -115,7 +118,8 @@ class PreparedTask:
       without_end = {name: size - 1 for name, size in lengths.items()}
       length, most, density = objectives.prefix_lengths(without_end, len(mode), density)
       most = min(most, length - 1)
-      return _objective("Ending", _prefix_lm, length, density=density, most=most, mode=mode)
+      settings = {"density": density, "most": most, "mode": mode}
+      return _objective("Ending", _prefix_lm, length, **settings, **_end_of(tokenizer))
     assert density is not None
     room = lengths["inputs"] - len(mode)
     longest = objectives.segment_length(room, lengths["targets"], density, mean)
@@ -129,9 +133,9 @@ class PreparedTask:
         f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
       )
     objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)
-    vocab_size = tokenizer.get_piece_size() + self.extra_ids
+    vocab_size = tokenizer.size + self.extra_ids
     settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size, "mode": mode}
-    return _objective("Spans", _span_corruption, length, **settings)
+    return _objective("Spans", _span_corruption, length, **settings, **_end_of(tokenizer))
 
   def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
     """Returns this shard's rows of every training batch.
@@ -142,8 +146,7 @@ class PreparedTask:
     """
     lengths = dict(cfg.task_feature_lengths or {})
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
-    tokenizer = load_sentencepiece(os.path.join(self.folders[0], VOCABULARY))
-    found = self.objectives(lengths, tokenizer)
+    found = self.objectives(lengths, open_vocabulary(self.folders[0]))
     pairs = itertools.product(streams, found)
     rates = self.rates or [float(stream.size) for stream in streams]
     segments = [
@@ -207,6 +210,11 @@ def _objective(
   return BatchObjective(length, f"{stored_name}({described})", functools.partial(make, **settings))
 
 
+def _end_of(vocabulary: Any) -> dict[str, int]:
+  """Returns the end token's id as a setting, which positions of runs with T5's do not have."""
+  return {"end": vocabulary.end} if vocabulary.end > _END else {}
+
+
 def _causal_lm(tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
   """Returns the whole segment as targets, for decoder-only models."""
   del keys_B
@@ -214,14 +222,19 @@ def _causal_lm(tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
 
 
 def _span_corruption(
-  tokens_BL: np.ndarray, keys_B: np.ndarray, mode: Sequence[int], **settings: Any
+  tokens_BL: np.ndarray, keys_B: np.ndarray, mode: Sequence[int], end: int = _END, **settings: Any
 ) -> HostBatch:
   """Returns the corrupted text as inputs, after the tokens `mode`, and the dropped spans as targets."""
-  return _with_mode(mode, *corrupt_spans(tokens_BL, keys_B, **settings))
+  return _with_mode(mode, end, *corrupt_spans(tokens_BL, keys_B, **settings))
 
 
 def _prefix_lm(
-  tokens_BL: np.ndarray, keys_B: np.ndarray, density: float, most: int, mode: Sequence[int]
+  tokens_BL: np.ndarray,
+  keys_B: np.ndarray,
+  density: float,
+  most: int,
+  mode: Sequence[int],
+  end: int = _END,
 ) -> HostBatch:
   """Returns the beginning as inputs, after the tokens `mode`, and the end as targets.
 
@@ -235,20 +248,22 @@ def _prefix_lm(
   inputs = np.where(np.arange(length)[None] < starts_B1, tokens_BL, 0)
   positions_BM = starts_B1 + np.arange(most)[None]
   targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, length - 1), axis=1)
-  return _with_mode(mode, inputs, np.where(positions_BM < length, targets, 0))
+  return _with_mode(mode, end, inputs, np.where(positions_BM < length, targets, 0))
 
 
-def _with_mode(mode: Sequence[int], inputs_BL: np.ndarray, targets_BM: np.ndarray) -> HostBatch:
+def _with_mode(
+  mode: Sequence[int], end: int, inputs_BL: np.ndarray, targets_BM: np.ndarray
+) -> HostBatch:
   modes_BK = np.tile(np.array(mode, np.int32), (len(inputs_BL), 1))
   inputs_BL = np.concatenate([modes_BK, inputs_BL], axis=1)
-  return {"inputs": _append_end(inputs_BL), "targets": _append_end(targets_BM)}
+  return {"inputs": _append_end(inputs_BL, end), "targets": _append_end(targets_BM, end)}
 
 
-def _append_end(tokens_BL: np.ndarray) -> np.ndarray:
+def _append_end(tokens_BL: np.ndarray, end: int) -> np.ndarray:
   """Appends an end token to each row's last token."""
   tokens_BL = np.pad(tokens_BL, ((0, 0), (0, 1)))
   ends_B = np.count_nonzero(tokens_BL, axis=1)
-  tokens_BL[np.arange(len(tokens_BL)), ends_B] = _END
+  tokens_BL[np.arange(len(tokens_BL)), ends_B] = end
   return tokens_BL
 
 

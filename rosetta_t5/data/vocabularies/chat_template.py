@@ -188,16 +188,9 @@ class _Generation(ext.Extension):
     return f"{_MARK}{caller()}{_MARK}"
 
 
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: Any = None,
-  separators: Any = None,
-  sort_keys: bool = False,
-) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
   """Returns JSON without Jinja's escapes for HTML."""
-  options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-  return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise(message: str) -> None:

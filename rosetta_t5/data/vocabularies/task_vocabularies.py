@@ -178,7 +178,7 @@ def gpt2_vocabulary(vocab_file: str, merges_file: str, extra_ids: int = 0) -> se
 
 
 def tokenizer_vocabulary(
-  file: str, eos_token: str | None = None, shift: int | None = None
+  file: str, eos_token: str | None = None, shift: int | None = None, extra_ids: int = 0
 ) -> seqio.Vocabulary:
   """Returns the vocabulary of a tokenizer.json; for gin: `VOCABULARY = @data.tokenizer_vocabulary()`.
 
@@ -190,6 +190,8 @@ def tokenizer_vocabulary(
     eos_token: the token that ends a text, such as "</s>"; None for that of the folder's other files.
     shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher. None to find it out: 1 if
       config.json beside it is a decoder's and has another `pad_token_id`, or if token 0 is text.
+
+    extra_ids: the number of sentinels after its last id, if the tokenizer has none of its own.
 
   Raises:
     ValueError: a folder has no tokenizer.json.
@@ -203,7 +205,10 @@ def tokenizer_vocabulary(
         f"There is no {file}: have Transformers write it, AutoTokenizer.from_pretrained(FOLDER)"
         ".save_pretrained(FOLDER)"
       )
-  return TokenizerVocabulary((file,), eos_token, shift, 0)
+  vocabulary = TokenizerVocabulary((file,), eos_token, shift, 0)
+  if extra_ids and not vocabulary.named_sentinels():
+    vocabulary = TokenizerVocabulary((file,), eos_token, shift, extra_ids)
+  return vocabulary
 
 
 def decode_tokens(vocabulary: seqio.Vocabulary, tokens: Sequence[Any]) -> Any:

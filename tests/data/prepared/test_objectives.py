@@ -28,7 +28,7 @@ def encode(text: str) -> list[int]:
   return [3 + ord(character) % 50 for character in text]
 
 
-TOKENIZER = types.SimpleNamespace(encode=encode, get_piece_size=lambda: PIECES)
+TOKENIZER = types.SimpleNamespace(encode=encode, size=PIECES, end=1)
 
 
 def features(name: str, rows: int = 40, **options: Any) -> list[tuple[np.ndarray, Any, dict]]:

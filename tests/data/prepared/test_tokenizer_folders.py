@@ -1,0 +1,50 @@
+"""Text is prepared with the tokenizer.json of a folder, and its tokens are those of the vocabulary."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+from inline_executor import InlineExecutor
+from transformers_tokenizers import lines, write_folder
+
+from rosetta_t5 import data
+from rosetta_t5.data.prepared import prepared_task
+from rosetta_t5.data.prepared.prepare import prepare
+from rosetta_t5.data.prepared.shards import TokenStream
+
+
+@pytest.mark.parametrize("case", ["qwen", "t5"])
+def test_prepared_tokens_and_batches_are_those_of_the_folders_vocabulary(
+  case: str, tmp_path: pathlib.Path
+) -> None:
+  write_folder(case, tmp_path / "model")
+  texts = [line.strip() for line in lines(300) if line.strip() and "\n" not in line.strip()]
+  (tmp_path / "texts.txt").write_text("\n".join(texts))
+  out = tmp_path / "prepared"
+  prepare(
+    str(tmp_path / "texts.txt"),
+    str(tmp_path / "model"),
+    out,
+    append_end=case == "qwen",
+    validation_percent=0.0,
+    executor=InlineExecutor(),
+  )
+  (tmp_path / "model").rename(tmp_path / "moved")
+  objective = {"qwen": "causal_lm", "t5": "span_corruption"}[case]
+  task = prepared_task(str(out), objective)
+  vocabulary = task.output_features["targets"].vocabulary
+  end = [vocabulary.eos_id] if case == "qwen" else []
+  records = [text for text in (tmp_path / "texts.txt").read_text().split("\n") if text.strip()]
+  expected = [token for text in records for token in [*vocabulary.encode(text), *end]]
+  assert TokenStream(out, "train").read([0], len(expected))[0].tolist() == expected
+  lengths = {"targets": 64} if case == "qwen" else {"inputs": 64, "targets": 32}
+  cfg = data.DatasetConfig(task, lengths, "train", 4, False, 0)
+  batch = task.batch_sequence(cfg, 0, 1, 0)[0]
+  assert batch["decoder_target_tokens"].max() < vocabulary.vocab_size
+  if case == "t5":
+    sentinels = vocabulary.named_sentinels()
+    assert sentinels[0] == vocabulary.vocab_size - 1
+    assert (batch["encoder_input_tokens"] == sentinels[0]).sum() == 4
+    np.testing.assert_array_equal((batch["decoder_target_tokens"] == vocabulary.eos_id).sum(1), 1)
