@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
-from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments
+from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments, Window
 from rosetta_t5.kernels.xla_attention import xla_attention
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 from rosetta_t5.parallel.placement import (
@@ -40,7 +40,7 @@ class Visibility:
     prefix_BT: nonzero for the positions of a causal row that all see each other (prefix LM); None for
       no such positions.
     causal: whether a query does not see the keys after it.
-    window: a query sees keys at a distance of less than this; None for all distances.
+    window: how many keys a query sees before and after it, itself included in both; None for all.
     packed: whether a row may have segments other than 0 and 1.
   """
 
@@ -48,7 +48,7 @@ class Visibility:
   key_BS: Int[Array, "B S"]
   prefix_BT: Int[Array, "B T"] | None = None
   causal: bool = struct.field(pytree_node=False, default=False)
-  window: int | None = struct.field(pytree_node=False, default=None)
+  window: Window | None = struct.field(pytree_node=False, default=None)
   packed: bool = struct.field(pytree_node=False, default=False)
 
   @classmethod
@@ -86,7 +86,8 @@ class Visibility:
         causal_BTS |= in_prefix_BT[:, :, None] & in_prefix_BT[:, None]
       visible_BTS &= causal_BTS
     if self.window is not None:
-      visible_BTS &= (jnp.abs(distance_TS) < self.window)[None]
+      before, after = self.window
+      visible_BTS &= ((distance_TS < before) & (-distance_TS < after))[None]
     if self.packed:
       visible_BTS &= self.query_BT[:, :, None] == self.key_BS[:, None]
     return visible_BTS[:, None]
@@ -133,7 +134,7 @@ class AttentionCase:
   has_bias: bool = False
   packed: bool = False
   has_prefix: bool = False
-  window: int | None = None
+  window: Window | None = None
   softcap: float | None = None
   context_shards: int = 1
   batch: int = 1

@@ -236,8 +236,9 @@ def visible_tiles(
   if options.causal:
     visible &= last_query >= first_key
   if options.window is not None:
-    visible &= first_query - (first_key + block_s - 1) < options.window
-    visible &= first_key - last_query < options.window
+    before, after = options.window
+    visible &= first_query - (first_key + block_s - 1) < before
+    visible &= first_key - last_query < after
   return visible
 
 

@@ -28,18 +28,21 @@ _SCALED_POWER = """{
 }"""
 
 
+Window = tuple[int, int]
+
+
 class FlashOptions(NamedTuple):
   """What is computed, and on which device.
 
   Attributes:
     causal: whether a query does not see the keys after it.
-    window: a query sees keys at a distance of less than this; None for all distances.
+    window: how many keys a query sees before and after it, itself included in both; None for all.
     softcap: c of the soft limit of q·k, c·tanh(q·k/c); None for no limit.
     gpu: jax's `device_kind` of the GPU; None to interpret the kernels without one, slowly.
   """
 
   causal: bool = False
-  window: int | None = None
+  window: Window | None = None
   softcap: float | None = None
   gpu: str | None = None
 
@@ -284,7 +287,7 @@ def _visible(
   if causal:
     visible &= query >= key
   if window is not None:
-    visible &= (query - key < window) & (key - query < window)
+    visible &= (query - key < window[0]) & (key - query < window[1])
   return visible
 
 

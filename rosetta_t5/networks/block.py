@@ -72,7 +72,10 @@ class Block(nn.Module):
     cfg, kind, bias = self.config, self.kind, inputs.bias
     if cfg.positions == "relative" and cfg.bias_per_layer:
       bias = relative_bias(cfg, kind.side, x, inputs)
-    attention = self._attention(name, rope=kind.rope, window=kind.window)
+    window = None if kind.window is None else kind.window[0]
+    attention = self._attention(
+      name, rope=kind.rope, window=window, merges_encoded=kind.merges_encoded
+    )
     return attention(
       x,
       x,
@@ -84,6 +87,8 @@ class Block(nn.Module):
       prefill_lengths=inputs.prefill_lengths,
       positions=inputs.positions,
       rows=inputs.rows,
+      encoded=inputs.encoded if kind.merges_encoded else None,
+      encoded_mask=inputs.cross_visible,
     )
 
   def _attention(self, name: str, **attributes: Any) -> MultiHeadDotProductAttention:

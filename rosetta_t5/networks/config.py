@@ -19,7 +19,7 @@ from rosetta_t5.argument_types import (
   check_one_of,
   one_of,
 )
-from rosetta_t5.kernels.attention import KERNELS
+from rosetta_t5.kernels.attention import KERNELS, Window
 from rosetta_t5.networks.expert_settings import (
   EXPERT_DISPATCHES,
   ROUTERS,
@@ -92,12 +92,17 @@ class NetworkConfig(ExpertSettings):
     local_rope_theta: the base in local layers, which have no scaling then; None for the same frequencies.
     layer_pattern: the kinds of the layers, 'global' or 'local', repeated up to the number of layers.
     window: in local layers, how many tokens a token sees in each direction, itself included.
+    window_ahead: how many it sees after it, itself included, in local layers of an encoder; None for
+      `window`.
+    merged_attention: whether the decoder's self-attention also attends to the encoded inputs, with the
+      same kernels and without positions, instead of cross-attention (T5Gemma 2). It uses XLA's kernel.
     norm: 'rms' for T5's norm, 'rms_plus_one' for one whose stored scale is that minus 1 (Gemma), 'layer'
       for the one with mean and bias, 'layer_without_bias' for that without bias (Cohere).
     norm_epsilon: added to the mean square, or to the variance.
     post_norms: whether the outputs of attention and feed-forward blocks are normalized too (Gemma 2).
     parallel_blocks: whether attention and feed-forward block have the same input and are added (Cohere).
     embedding_scale: the factor of tokens' embeddings.
+    end_of_image_id: the token that ends an image, whose embedding is not in the table (T5Gemma 2).
     shared_embedding: whether encoder and decoder have one embedding table.
     divide_tied_logits: whether logits from the embedding table are divided by √emb_dim.
     logit_scale: the factor of logits.
@@ -153,11 +158,14 @@ class NetworkConfig(ExpertSettings):
   local_rope_theta: PositiveNumber | None = None
   layer_pattern: Sequence[str] = ("global",)
   window: Positive | None = None
+  window_ahead: Positive | None = None
+  merged_attention: bool = False
   norm: Annotated[str, one_of(NORMS)] = "rms"
   norm_epsilon: PositiveNumber = 1e-6
   post_norms: bool = False
   parallel_blocks: bool = False
   embedding_scale: PositiveNumber = 1.0
+  end_of_image_id: NonNegative | None = None
   shared_embedding: bool = True
   divide_tied_logits: bool = True
   logit_scale: PositiveNumber = 1.0
@@ -240,6 +248,11 @@ class NetworkConfig(ExpertSettings):
   def kv_heads(self) -> int:
     """The number of heads of keys and values."""
     return self.num_kv_heads or self.num_heads
+
+  @property
+  def windows(self) -> Window | None:
+    """How many tokens local layers see before and after a token, itself included in both."""
+    return None if self.window is None else (self.window, self.window_ahead or self.window)
 
   @property
   def kernel(self) -> str:
@@ -344,14 +357,16 @@ class LayerKind(NamedTuple):
   Attributes:
     side: the stack, "encoder" or "decoder".
     crosses: whether the layer attends to encoded inputs.
-    window: see `NetworkConfig.window`; None for a layer that sees all tokens.
+    merges_encoded: whether its self-attention attends to encoded inputs too.
+    window: see `Visibility`; None for a layer that sees all tokens.
     rope: the frequencies of its rotary positions; None for other positions.
     has_experts: whether its feed-forward block has experts.
   """
 
   side: str
   crosses: bool = False
-  window: int | None = None
+  merges_encoded: bool = False
+  window: Window | None = None
   rope: Rope | None = None
   has_experts: bool = False
 
@@ -365,13 +380,15 @@ def layer_kinds(config: NetworkConfig, side: str) -> tuple[LayerKind, ...]:
   ropes["local"] = ropes["global"]
   if config.local_rope_theta is not None:
     ropes["local"] = Rope(config.local_rope_theta, config.rope_interleaved)
+  reads_encoder = side == "decoder" and "encoder" in config.sides
   kinds = []
   for layer in range(config.layers_of(side)):
     pattern = config.layer_pattern[layer % len(config.layer_pattern)]
     kind = LayerKind(
       side,
-      crosses=side == "decoder" and "encoder" in config.sides,
-      window=config.window if pattern == "local" else None,
+      crosses=reads_encoder and not config.merged_attention,
+      merges_encoded=reads_encoder and config.merged_attention,
+      window=config.windows if pattern == "local" else None,
       rope=ropes[pattern] if config.positions == "rotary" else None,
       has_experts=layer in with_experts,
     )

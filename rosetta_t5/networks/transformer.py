@@ -43,6 +43,7 @@ def make_token_embedder(config: NetworkConfig, name: str | None = None) -> Embed
     dtype=config.dtype,
     attend_dtype=jnp.float32,
     embedding_init=nn.initializers.normal(stddev=config.init_stddev or 1.0),
+    end_of_image_id=config.end_of_image_id,
     name=name,
   )
 
@@ -108,7 +109,7 @@ class Decoder(nn.Module):
   ) -> Float[Array, "B T V"] | LogitFactors:
     """Returns the float32 logits; see `DecoderWrapper` for the arguments."""
     cfg, cross = self.config, encoder_decoder_mask
-    kernel = "xla" if decode or prefill else cfg.kernel
+    kernel = "xla" if decode or prefill or cfg.merged_attention else cfg.kernel
     positions = None
     if cfg.positions != "relative":
       steps = (decode, prefill_lengths)
@@ -178,17 +179,15 @@ def _prepared(config: NetworkConfig, mask: Mask, kernel: str) -> tuple[Any, Any]
   if not isinstance(mask, Visibility):
     return mask, mask
   prepare, local = KERNELS[kernel].prepare, None
-  if config.window is not None:
-    local = prepare(dataclasses.replace(mask, window=config.window))
+  if config.windows is not None:
+    local = prepare(dataclasses.replace(mask, window=config.windows))
   return prepare(mask), local
 
 
 def _embed(stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInputs) -> jax.Array:
   """Returns the input of the first layer of `stack`."""
   cfg: NetworkConfig = stack.config
-  x = embedding(tokens.astype(jnp.int32))
-  if cfg.embedding_scale != 1:
-    x = x * jnp.asarray(cfg.embedding_scale, x.dtype)
+  x = embedding.scaled(tokens.astype(jnp.int32), cfg.embedding_scale)
   if cfg.positions == "learned":
     x = x + position_vectors(cfg, inputs.positions, inputs.cache_length or tokens.shape[1])
   dropout = feature_dropout(cfg.dropout_rate, name=_dropout_name(cfg, "input_dropout"))

@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,8 @@ torch = pytest.importorskip("torch", reason="Transformers needs PyTorch")
 transformers = pytest.importorskip("transformers", minversion="5.24", reason="is the oracle")
 
 NEW_TOKENS = 32
-_QUICK = ("llama", "qwen3", "gemma3", "t5gemma with a larger encoder")
+IMAGES = re.compile("vision_tower|multi_modal_projector")  # weights that are not read
+_QUICK = ("llama", "qwen3", "gemma3", "t5gemma with a larger encoder", "t5gemma2")
 _saved = {}
 
 
@@ -134,7 +136,9 @@ def test_loss_and_gradients_of_a_batch_are_those_of_pytorch(pair):
   _, ours = folder.make_config_and_weights(
     flat, found.settings.network, found.settings.source_config, found.settings.ids_are_shifted
   )
-  parameters = dict(theirs.named_parameters())
+  # Transformers saves T5Gemma 2 under shorter names.
+  named = theirs.named_parameters()
+  parameters = {name.replace("encoder.text_model.", "encoder."): x for name, x in named}
   for name, gradient in ours.items():
     want = parameters[name].grad.numpy()
     atol = 1e-4 * max(1.0, float(np.abs(want).max()))
@@ -148,12 +152,17 @@ def test_a_folder_that_is_converted_and_back_has_the_same_tensors_and_loads_with
   checkpoint = convert(found.path, tmp_path / "t5x", "t5x", report=lambda _: None)
   back = convert(checkpoint, tmp_path / "back", "hf", report=lambda _: None)
   before, after = (load_file(path / "model.safetensors") for path in (found.path, back))
-  assert before.keys() == after.keys()
-  for name, weight in before.items():
-    np.testing.assert_array_equal(after[name], weight, err_msg=name)
+  text = {name for name in before if not IMAGES.search(name)}
+  assert text == after.keys()
+  for name in text:
+    np.testing.assert_array_equal(after[name], before[name], err_msg=name)
   with captured_log() as log:
     again = type(theirs).from_pretrained(back, attn_implementation="eager")
-  assert log.getvalue() == ""
+  if text == before.keys():
+    assert log.getvalue() == ""
+  else:
+    rows = [line for line in log.getvalue().splitlines() if line.startswith("model.")]
+    assert all(IMAGES.search(line) and "MISSING" in line for line in rows)
   arguments = todays_models.their_arguments(found)
   with torch.no_grad():
     torch.testing.assert_close(again(**arguments).logits, theirs(**arguments).logits)

@@ -81,6 +81,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     {"encoder": GEMMA2, "decoder": GEMMA2 | WIDE, "tie_word_embeddings": False},
   ),
 }
+T5GEMMA2 = {"num_hidden_layers": 7, "sliding_window": 5, "rope_parameters": ROPES}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "patch_size": 14}
+VISION |= {"num_attention_heads": 2, "image_size": 28}
+SHAPES["t5gemma2"] = ("T5Gemma2", {"encoder": T5GEMMA2, "decoder": T5GEMMA2})
+SHAPES["t5gemma2 with even windows"] = (
+  "T5Gemma2",
+  {
+    "encoder": T5GEMMA2 | {"sliding_window": 6, "num_hidden_layers": 2, "num_key_value_heads": 4},
+    "decoder": T5GEMMA2 | {"sliding_window": 4, "final_logit_softcapping": 4.0},
+  },
+)
+END_OF_IMAGE = 31  # a token of INPUTS
 INPUTS = [[9, 4, 31, 17, 22, 8, 15, 30, 12, 3, 27, 19, 33], [14, 6, 21, 35, 10, 28, 7, 11]]
 TARGETS = [[13, 5, 24, 38, 16, 9, 29, 2, 34, 18, 25], [20, 37, 4, 26, 32, 8, 1, 12]]
 
@@ -93,6 +105,11 @@ def save(name: str, path: Any) -> Any:
   kind, entries = SHAPES[name]
   stacks = {side: SIZES | x for side, x in entries.items() if side in ("encoder", "decoder")}
   entries = {**(SIZES if not stacks else {"vocab_size": VOCAB}), **entries, **stacks}
+  if kind == "T5Gemma2":
+    images = {"vision_config": VISION, "boi_token_index": 36, "image_token_index": 37}
+    stacks["encoder"] = {"text_config": stacks["encoder"], **images, "mm_tokens_per_image": 1}
+    stacks["encoder"]["eoi_token_index"] = END_OF_IMAGE
+    entries |= {"eoi_token_index": END_OF_IMAGE, "image_token_index": 37, **stacks}
   config = getattr(transformers, f"{kind}Config")(**entries, attn_implementation="eager")
   suffix = "ForConditionalGeneration" if stacks else "ForCausalLM"
   model = getattr(transformers, kind.removesuffix("Text") + suffix)(config).eval()

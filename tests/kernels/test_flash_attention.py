@@ -192,8 +192,8 @@ def test_logits_are_never_stored():
   ("kv_heads", "options"),
   [
     (1, FlashOptions(causal=True)),
-    (2, FlashOptions(window=24)),
-    (4, FlashOptions(causal=True, window=70, softcap=2.0)),
+    (2, FlashOptions(window=(24, 9))),
+    (4, FlashOptions(causal=True, window=(70, 70), softcap=2.0)),
     (2, FlashOptions(softcap=1.5)),
   ],
 )
@@ -217,6 +217,6 @@ def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, opt
 
 def test_tiles_outside_the_window_are_not_computed():
   row = packed(512)
-  visible = visible_tiles(Segments(row, row), 64, 64, FlashOptions(causal=True, window=64))
+  visible = visible_tiles(Segments(row, row), 64, 64, FlashOptions(causal=True, window=(64, 64)))
   # A query's window reaches into the tile before its own.
   assert jnp.sum(visible) == 8 + 7

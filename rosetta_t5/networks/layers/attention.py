@@ -43,6 +43,10 @@ class AttentionMode(enum.Enum):
   CROSS_DECODE_STEP = enum.auto()
 
 
+def _identity(x: Any) -> Any:
+  return x
+
+
 class MultiHeadDotProductAttention(nn.Module):
   """T5's attention: it has no biases, and its initial query kernel contains the scale of the logits.
 
@@ -70,7 +74,9 @@ class MultiHeadDotProductAttention(nn.Module):
     make_head_norm: returns the norm of a name that is applied to each head's queries and keys; None for
       no such norms.
     rope: the frequencies of rotary positions; None for none.
-    window: see `Visibility`; decoding steps use it.
+    window: how many keys a decoding step sees, its own included; None for all.
+    merges_encoded: whether queries also attend to keys and values that the same kernels compute of the
+      encoded inputs, without positions (T5Gemma 2).
   """
 
   num_heads: int
@@ -94,6 +100,7 @@ class MultiHeadDotProductAttention(nn.Module):
   make_head_norm: Callable[[str], nn.Module] | None = None
   rope: Rope | None = None
   window: int | None = None
+  merges_encoded: bool = False
 
   @nn.compact
   def __call__(
@@ -109,6 +116,8 @@ class MultiHeadDotProductAttention(nn.Module):
     prefill_lengths: Int[Array, " B"] | None = None,
     positions: Int[Array, "#B T"] | None = None,
     rows: BatchRows | None = None,
+    encoded: Float[Array, "B S D"] | None = None,
+    encoded_mask: Any = None,
   ) -> Float[Array, "B T D"]:
     """Returns the attention's output.
 
@@ -125,18 +134,17 @@ class MultiHeadDotProductAttention(nn.Module):
       prefill_lengths: the number of tokens in each prompt; None counts what the first query sees.
       positions: the positions of queries and keys, which `rope` needs.
       rows: which rows of the whole batch these are; None for all.
+      encoded: the encoded inputs, if they are merged.
+      encoded_mask: True where a query may see an encoded input, [B, 1, T, S].
 
     Raises:
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
     mode = self._mode(decode, prefill)
+    visible: Any = mask
     if mask is not None and not isinstance(mask, Visibility):
-      mask = mask != 0
-    q_BTHK, keys, values = self._project(inputs_q, inputs_kv, mode)
-    if self.make_head_norm is not None:
-      q_BTHK = self.make_head_norm("query_norm")(q_BTHK)
-      if mode is not AttentionMode.CROSS_DECODE_STEP:
-        keys = self.make_head_norm("key_norm")(keys)
+      visible = mask != 0
+    q_BTHK, keys, values, *merged = self._project(inputs_q, inputs_kv, mode, encoded)
     if self.query_divisor is not None:
       q_BTHK = q_BTHK / jnp.asarray(self.query_divisor, q_BTHK.dtype)
     if self.rope is not None:
@@ -147,18 +155,25 @@ class MultiHeadDotProductAttention(nn.Module):
       length = self.window if bias is None else None
       self._cache_variables(keys[:, :length], values[:, :length])
     elif mode is AttentionMode.PREFILL:
-      self._prefill_cache(keys, values, mask, prefill_lengths)
+      self._prefill_cache(keys, values, visible, prefill_lengths)
     beam_BML = None
     if mode is AttentionMode.DECODE_STEP:
-      keys, values, mask, bias, beam_BML = self._append_to_cache(keys, values, mask, bias)
+      keys, values, visible, bias, beam_BML = self._append_to_cache(keys, values, visible, bias)
+      if merged:
+        keys, values, visible, beam_BML = decoding_cache.with_encoded(
+          (keys, values), merged, visible, encoded_mask, beam_BML
+        )
+    elif merged:
+      keys, values = (jnp.concatenate(x, axis=1) for x in zip((keys, values), merged, strict=True))
+      visible = None if visible is None else jnp.concatenate([visible, encoded_mask], axis=-1)
     if mode in (AttentionMode.DECODE_STEP, AttentionMode.CROSS_DECODE_STEP):
       scale_BGS = self._dropout_scale(deterministic, values.shape[:3], rows)
-      outputs_BTHK = self._attend_step(q_BTHK, keys, values, bias, mask, scale_BGS, beam_BML)
+      outputs_BTHK = self._attend_step(q_BTHK, keys, values, bias, visible, scale_BGS, beam_BML)
     else:
       batch, length, groups, _ = keys.shape
       scale_BGS = self._dropout_scale(deterministic, (batch, groups, length), rows)
       options = (scale_BGS, self.softcap, self.float32_logits)
-      operands = Operands(q_BTHK, keys, values, bias, mask, *options)
+      operands = Operands(q_BTHK, keys, values, bias, visible, *options)
       outputs_BTHK = attend(self.attention_kernel, operands, self.kernel_setting)
     if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)
@@ -175,19 +190,25 @@ class MultiHeadDotProductAttention(nn.Module):
       )
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
       return AttentionMode.CREATE_CACHE
-    if self.has_variable(PRECOMPUTED, "keys"):
+    if self.has_variable(PRECOMPUTED, "keys") and not self.merges_encoded:
       return AttentionMode.CROSS_DECODE_STEP
     if decode:
       return AttentionMode.DECODE_STEP
     return AttentionMode.PREFILL if prefill else AttentionMode.FULL
 
   def _project(
-    self, inputs_q: jax.Array, inputs_kv: jax.Array, mode: AttentionMode
+    self,
+    inputs_q: jax.Array,
+    inputs_kv: jax.Array,
+    mode: AttentionMode,
+    encoded: jax.Array | None,
   ) -> list[jax.Array]:
-    """Returns queries, keys and values, [B, T, H, K] and twice [B, S, H, K].
+    """Returns queries, keys and values, [B, T, H, K] and twice [B, S, H, K]; and those of `encoded`.
 
-    In a cross-attention decoding step, keys and values are the precomputed ones in the cache's layout.
+    In a decoding step, keys and values of encoded inputs are the precomputed ones in the cache's layout.
     """
+    make: Callable[[str], Any] = self.make_head_norm or (lambda name: _identity)
+    query_norm, key_norm = make("query_norm"), make("key_norm")
     # T5X rounds √head_dim to `dtype`, and the rounded value is part of the initial parameters.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
     fused: tuple[str, ...] = ()
@@ -201,7 +222,8 @@ class MultiHeadDotProductAttention(nn.Module):
     divides_input = self.scale_attn_logits and not divides_kernel
     scaled_q = inputs_q / depth_scale if divides_input else inputs_q
     if mode is AttentionMode.CROSS_DECODE_STEP:
-      return [self._batch_first(query(scaled_q)), *decoding_cache.read_precomputed(self)]
+      query_only = query_norm(self._batch_first(query(scaled_q)))
+      return [query_only, *decoding_cache.read_precomputed(self)]
     if "query" in fused:
       heads = self._project_fused(inputs_q, [query, key, value])
     elif fused:
@@ -209,9 +231,21 @@ class MultiHeadDotProductAttention(nn.Module):
     else:
       of_query, of_key, of_value = projection_inputs(self, scaled_q, inputs_kv)
       heads = [query(of_query), key(of_key), value(of_value)]
-    heads = [self._batch_first(x) for x in heads]
-    if inputs_q is not inputs_kv:
-      decoding_cache.write_precomputed(self, *heads[1:])
+    is_precomputed = self.has_variable(PRECOMPUTED, "keys")
+    if encoded is not None and not is_precomputed:
+      pair = [key, value]
+      heads += self._project_fused(encoded, pair) if fused else [each(encoded) for each in pair]
+    norms = (query_norm, key_norm, _identity, key_norm, _identity)
+    heads = [norm(self._batch_first(x)) for norm, x in zip(norms, heads, strict=False)]
+    if encoded is not None and is_precomputed:
+      return heads + decoding_cache.read_precomputed(self)
+    if inputs_q is not inputs_kv or encoded is not None:
+      decoding_cache.write_precomputed(self, *heads[-2:])
+    if encoded is not None and mode is AttentionMode.DECODE_STEP:
+      heads[-2:] = (
+        decoding_cache.keys_to_cache_layout(heads[-2]),
+        decoding_cache.values_to_cache_layout(heads[-1]),
+      )
     return heads
 
   def _projections(

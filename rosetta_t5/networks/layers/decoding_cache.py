@@ -16,6 +16,8 @@ mutable, and reads them when they are given.
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -35,17 +37,48 @@ def values_to_cache_layout(v_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H
 
 
 def write_precomputed(module: nn.Module, k_BSHK: jax.Array, v_BSHK: jax.Array) -> None:
-  """Writes the keys and values of cross-attention, if the collection is mutable."""
+  """Writes the keys and values of encoded inputs, if the collection is mutable."""
   if module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing():
     module.put_variable(PRECOMPUTED, "keys", keys_to_cache_layout(k_BSHK))
     module.put_variable(PRECOMPUTED, "values", values_to_cache_layout(v_BSHK))
 
 
 def read_precomputed(module: nn.Module) -> list[jax.Array]:
-  """Returns the keys and values of cross-attention, in the cache's layout."""
+  """Returns the keys and values of encoded inputs, in the cache's layout."""
   arrays: list[jax.Array] = [module.get_variable(PRECOMPUTED, name) for name in ("keys", "values")]
   # Without the barrier XLA transposes them before the loop and back again in every step.
   return list(jax.lax.optimization_barrier(arrays))
+
+
+def with_encoded(
+  cached: tuple[jax.Array, jax.Array],
+  encoded: list[jax.Array],
+  mask_N11L: Bool[Array, "#N 1 1 L"],
+  encoded_mask_N11S: Bool[Array, "N 1 1 S"],
+  beam_BML: Int[Array, "B M L"] | None,
+) -> tuple[Any, ...]:
+  """Returns keys, values, their mask and the table of writers for the cache followed by encoded inputs.
+
+  Args:
+    cached: keys [N, H, K, L] and values [N, H, L, K].
+    encoded: keys [B, H, K, S] and values [B, H, S, K] of the encoded inputs; N = B·M.
+    mask_N11L: True at the visible positions of the cache.
+    encoded_mask_N11S: True at the visible encoded inputs.
+    beam_BML: the beams that wrote each position of the cache; None without beams.
+  """
+  k_BGKS, v_BGSK = encoded
+  beams = cached[0].shape[0] // k_BGKS.shape[0]
+  k_NGKS, v_NGSK = (jnp.repeat(x, beams, axis=0) for x in (k_BGKS, v_BGSK))
+  keys = jnp.concatenate([cached[0], k_NGKS], axis=3)
+  values = jnp.concatenate([cached[1], v_NGSK], axis=2)
+  mask_N11L = jnp.broadcast_to(mask_N11L, (*encoded_mask_N11S.shape[:3], mask_N11L.shape[3]))
+  mask = jnp.concatenate([mask_N11L, encoded_mask_N11S], axis=3)
+  if beam_BML is not None:
+    # Each beam reads its own copy.
+    own_1M1 = jnp.arange(beam_BML.shape[1], dtype=beam_BML.dtype)[None, :, None]
+    own_BMS = jnp.broadcast_to(own_1M1, (*beam_BML.shape[:2], k_NGKS.shape[3]))
+    beam_BML = jnp.concatenate([beam_BML, own_BMS], axis=2)
+  return keys, values, mask, beam_BML
 
 
 def group_by_example(

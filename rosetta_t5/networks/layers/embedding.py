@@ -31,6 +31,8 @@ class Embed(nn.Module):
     dtype: the type of the returned vectors.
     attend_dtype: the type in which `attend` computes; None for `dtype`.
     embedding_init: initializer of the table.
+    end_of_image_id: the token whose vector is a parameter of its own, `end_of_image`; the row of the table
+      is only for logits (T5Gemma 2). None for no such token.
     one_hot: has no effect and exists because T5X has it. T5X multiplies by one-hot rows; the gather used
       here gives the same numbers and takes a quarter off the time of a small model's step.
   """
@@ -42,6 +44,7 @@ class Embed(nn.Module):
   attend_dtype: Any = None
   embedding_init: Initializer = default_embed_init
   one_hot: bool = False
+  end_of_image_id: int | None = None
 
   def setup(self) -> None:
     """Creates the table."""
@@ -49,6 +52,11 @@ class Embed(nn.Module):
     self.embedding = param_with_axes(
       "embedding", self.embedding_init, shape, jnp.float32, axes=("vocab", "embed")
     )
+    if self.end_of_image_id is not None:
+      zeros = nn.initializers.zeros
+      self.end_of_image = param_with_axes(
+        "end_of_image", zeros, (self.features,), jnp.float32, axes=("embed",)
+      )
 
   def __call__(self, inputs: Int[Array, "..."]) -> Float[Array, "..."]:
     """Returns the vectors of the ids, [..., features]; an id outside the table gets zeros.
@@ -74,6 +82,16 @@ class Embed(nn.Module):
     if context_shards() == 1:
       vectors = constrain(vectors, ("batch", None, "embed"))
     return constrain(vectors, ("batch", "length", "embed"))
+
+  def scaled(self, inputs: Int[Array, "B T"], scale: float) -> Float[Array, "B T D"]:
+    """Returns the vectors of the ids times `scale`, but for that of `end_of_image_id`."""
+    vectors = self(inputs)
+    if scale != 1:
+      vectors = vectors * jnp.asarray(scale, vectors.dtype)
+    if self.end_of_image_id is None:
+      return vectors
+    is_end_BT1 = (inputs == self.end_of_image_id)[..., None]
+    return jnp.where(is_end_BT1, self.end_of_image.astype(vectors.dtype)[None, None], vectors)
 
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Returns the dot products of `query` with every row: the logits tied to the embedding."""

@@ -52,7 +52,7 @@ _NOT_KEPT = (
 # Entries beside the text part of a multimodal config.json that belong to the text too.
 _TEXT_ENTRIES = re.compile(r"\w+_token_id|(torch_)?dtype|tie_word_embeddings|quantization_config")
 _TEXT_WEIGHTS = re.compile(r"^(language_model\.model|model\.language_model)\.")
-_VISION_WEIGHTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
+_VISION_WEIGHTS = re.compile(r"(model\.)?(encoder\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def local_folder(source: epath.PathLike) -> str:

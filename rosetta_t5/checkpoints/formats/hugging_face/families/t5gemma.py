@@ -17,6 +17,7 @@ IS_DECODER = False
 SHIFTS_IDS = False
 _TABLES = {side: f"target/{side}/token_embedder/embedding" for side in ("encoder", "decoder")}
 EMBEDDING = _TABLES["encoder"]
+_NORM = "target/encoder/layers_0/post_attention_layer_norm/scale"
 _MODULE = "t5_gemma_module"
 FIXED: Config = {}
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -29,7 +30,7 @@ _BLOCKS = {"self_attn": "{attention}", "feedforward": "mlp"}
 
 def has(arrays: Arrays) -> bool:
   """Returns whether weights have an encoder with two norms around each block."""
-  return "target/encoder/layers_0/post_attention_layer_norm/scale" in arrays
+  return _TABLES["encoder"] in arrays and _NORM in arrays
 
 
 def _sides(arrays: Arrays) -> list[str]:
@@ -41,18 +42,22 @@ def _weight_table(sides: list[str]) -> list[WeightMapping]:
   table = []
   for side in sides:
     theirs = f"model.{side}" if len(sides) > 1 else side
-    is_decoder = side == "decoder"
-    blocks = _BLOCKS | ({"cross_attn": "cross_attention"} if is_decoder else {})
-    norms = {
-      f"{when}_{theirs_block}_layernorm": f"{when}_{ours}_layer_norm".format(
-        attention="self_attention" if is_decoder else "attention"
-      )
-      for theirs_block, ours in blocks.items()
-      for when in ("pre", "post")
-    }
+    crosses = side == "decoder"
     table.append(WeightMapping(f"{theirs}.embed_tokens.weight", (_TABLES[side],)))
-    table += layer_settings.layer_table(theirs, side, norms, crosses=is_decoder)
+    norms = layer_norms(side, crosses)
+    table += layer_settings.layer_table(theirs, side, norms, crosses)
   return [*table, WeightMapping("lm_head.out_proj.weight", (HEAD,), True, is_required=False)]
+
+
+def layer_norms(side: str, crosses: bool) -> dict[str, str]:
+  """Returns {Transformers' name: ours} of the norms around each block of a layer."""
+  blocks = _BLOCKS | ({"cross_attn": "cross_attention"} if crosses else {})
+  attention = "self_attention" if side == "decoder" else "attention"
+  return {
+    f"{when}_{theirs}_layernorm": f"{when}_{ours.format(attention=attention)}_layer_norm"
+    for theirs, ours in blocks.items()
+    for when in ("pre", "post")
+  }
 
 
 def sizes(arrays: Arrays) -> dict[str, int]:
