@@ -12,7 +12,8 @@ from jaxtyping import Float
 
 from rosetta_t5.kernels.attention import real_queries
 from rosetta_t5.networks import gpu_fusion
-from rosetta_t5.networks.config import LayerKind, NetworkConfig
+from rosetta_t5.networks.config import NetworkConfig
+from rosetta_t5.networks.layer_kinds import LayerKind
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MlpBlock
 from rosetta_t5.networks.layers.dropout import feature_dropout

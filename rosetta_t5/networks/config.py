@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -24,11 +24,9 @@ from rosetta_t5.networks.expert_settings import (
   EXPERT_DISPATCHES,
   ROUTERS,
   ExpertSettings,
-  expert_layers,
 )
 from rosetta_t5.networks.layers.matmuls import Matmul
 from rosetta_t5.networks.layers.norms import NORMS
-from rosetta_t5.networks.layers.positions import Rope
 from rosetta_t5.networks.layers.stack import REMAT_POLICIES
 
 ATTENTION_KERNELS = ("auto", *KERNELS)
@@ -349,51 +347,6 @@ class TransformerConfig(NetworkConfig):
   def layers_of(self, side: str) -> int:
     """Returns the number of layers of the stack `side`; the encoder has none."""
     return self.num_layers if side == "decoder" else 0
-
-
-class LayerKind(NamedTuple):
-  """What distinguishes the layers of one network.
-
-  Attributes:
-    side: the stack, "encoder" or "decoder".
-    crosses: whether the layer attends to encoded inputs.
-    merges_encoded: whether its self-attention attends to encoded inputs too.
-    window: see `Visibility`; None for a layer that sees all tokens.
-    rope: the frequencies of its rotary positions; None for other positions.
-    has_experts: whether its feed-forward block has experts.
-  """
-
-  side: str
-  crosses: bool = False
-  merges_encoded: bool = False
-  window: Window | None = None
-  rope: Rope | None = None
-  has_experts: bool = False
-
-
-def layer_kinds(config: NetworkConfig, side: str) -> tuple[LayerKind, ...]:
-  """Returns the kinds of the layers of the stack `side`, "encoder" or "decoder"."""
-  config = config.of_side(side)
-  with_experts = expert_layers(config, side)
-  scaling = tuple(sorted((config.rope_scaling or {}).items()))
-  ropes = {"global": Rope(config.rope_theta, config.rope_interleaved, scaling)}
-  ropes["local"] = ropes["global"]
-  if config.local_rope_theta is not None:
-    ropes["local"] = Rope(config.local_rope_theta, config.rope_interleaved)
-  reads_encoder = side == "decoder" and "encoder" in config.sides
-  kinds = []
-  for layer in range(config.layers_of(side)):
-    pattern = config.layer_pattern[layer % len(config.layer_pattern)]
-    kind = LayerKind(
-      side,
-      crosses=reads_encoder and not config.merged_attention,
-      merges_encoded=reads_encoder and config.merged_attention,
-      window=config.windows if pattern == "local" else None,
-      rope=ropes[pattern] if config.positions == "rotary" else None,
-      has_experts=layer in with_experts,
-    )
-    kinds.append(kind)
-  return tuple(kinds)
 
 
 def replace_config(model: Any, **changes: Any) -> Any:

@@ -31,7 +31,8 @@ from rosetta_t5.distributed.coordination import broadcast_text
 from rosetta_t5.files import write_atomically
 from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visibility
 from rosetta_t5.kernels.fp8 import fp8_matmul
-from rosetta_t5.networks.config import layer_kinds, replace_config
+from rosetta_t5.networks.config import replace_config
+from rosetta_t5.networks.layer_kinds import layer_kinds
 from rosetta_t5.networks.layers.matmuls import product
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards

@@ -22,8 +22,8 @@ from rosetta_t5.networks.config import (
   ScalableT5Config,
   T5Config,
   TransformerConfig,
-  layer_kinds,
 )
+from rosetta_t5.networks.layer_kinds import layer_kinds
 from rosetta_t5.networks.layers.dropout import Dropout, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer, position_vectors
 from rosetta_t5.networks.layers.norms import make_norm

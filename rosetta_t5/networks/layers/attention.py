@@ -43,10 +43,6 @@ class AttentionMode(enum.Enum):
   CROSS_DECODE_STEP = enum.auto()
 
 
-def _identity(x: Any) -> Any:
-  return x
-
-
 class MultiHeadDotProductAttention(nn.Module):
   """T5's attention: it has no biases, and its initial query kernel contains the scale of the logits.
 
@@ -141,9 +137,7 @@ class MultiHeadDotProductAttention(nn.Module):
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
     mode = self._mode(decode, prefill)
-    visible: Any = mask
-    if mask is not None and not isinstance(mask, Visibility):
-      visible = mask != 0
+    visible: Any = mask if mask is None or isinstance(mask, Visibility) else mask != 0
     q_BTHK, keys, values, *merged = self._project(inputs_q, inputs_kv, mode, encoded)
     if self.query_divisor is not None:
       q_BTHK = q_BTHK / jnp.asarray(self.query_divisor, q_BTHK.dtype)
@@ -207,7 +201,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
     In a decoding step, keys and values of encoded inputs are the precomputed ones in the cache's layout.
     """
-    make: Callable[[str], Any] = self.make_head_norm or (lambda name: _identity)
+    make: Callable[[str], Any] = self.make_head_norm or (lambda name: lambda x: x)
     query_norm, key_norm = make("query_norm"), make("key_norm")
     # T5X rounds √head_dim to `dtype`, and the rounded value is part of the initial parameters.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
@@ -235,17 +229,15 @@ class MultiHeadDotProductAttention(nn.Module):
     if encoded is not None and not is_precomputed:
       pair = [key, value]
       heads += self._project_fused(encoded, pair) if fused else [each(encoded) for each in pair]
-    norms = (query_norm, key_norm, _identity, key_norm, _identity)
-    heads = [norm(self._batch_first(x)) for norm, x in zip(norms, heads, strict=False)]
+    heads = [self._batch_first(x) for x in heads]
+    heads[0] = query_norm(heads[0])
+    heads[1::2] = map(key_norm, heads[1::2])
     if encoded is not None and is_precomputed:
       return heads + decoding_cache.read_precomputed(self)
     if inputs_q is not inputs_kv or encoded is not None:
-      decoding_cache.write_precomputed(self, *heads[-2:])
-    if encoded is not None and mode is AttentionMode.DECODE_STEP:
-      heads[-2:] = (
-        decoding_cache.keys_to_cache_layout(heads[-2]),
-        decoding_cache.values_to_cache_layout(heads[-1]),
-      )
+      in_cache_layout = decoding_cache.write_precomputed(self, *heads[-2:])
+      if encoded is not None and mode is AttentionMode.DECODE_STEP:
+        heads[-2:] = in_cache_layout
     return heads
 
   def _projections(

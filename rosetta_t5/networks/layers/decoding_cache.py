@@ -36,11 +36,16 @@ def values_to_cache_layout(v_BSHK: Float[Array, "B S H K"]) -> Float[Array, "B H
   return v_BSHK.swapaxes(1, 2)
 
 
-def write_precomputed(module: nn.Module, k_BSHK: jax.Array, v_BSHK: jax.Array) -> None:
-  """Writes the keys and values of encoded inputs, if the collection is mutable."""
+def write_precomputed(module: nn.Module, k_BSHK: jax.Array, v_BSHK: jax.Array) -> list[jax.Array]:
+  """Returns the keys and values of encoded inputs in the cache's layout.
+
+  It also writes them, if the collection is mutable.
+  """
+  arrays = [keys_to_cache_layout(k_BSHK), values_to_cache_layout(v_BSHK)]
   if module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing():
-    module.put_variable(PRECOMPUTED, "keys", keys_to_cache_layout(k_BSHK))
-    module.put_variable(PRECOMPUTED, "values", values_to_cache_layout(v_BSHK))
+    for name, array in zip(("keys", "values"), arrays, strict=True):
+      module.put_variable(PRECOMPUTED, name, array)
+  return arrays
 
 
 def read_precomputed(module: nn.Module) -> list[jax.Array]:

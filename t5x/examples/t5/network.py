@@ -9,7 +9,8 @@ import flax.linen as nn
 import jax
 
 from rosetta_t5.networks.block import Block
-from rosetta_t5.networks.config import LayerKind, T5Config
+from rosetta_t5.networks.config import T5Config
+from rosetta_t5.networks.layer_kinds import LayerKind
 from rosetta_t5.networks.layers.stack import LayerInputs
 from rosetta_t5.networks.transformer import Decoder, Encoder, Transformer
 
