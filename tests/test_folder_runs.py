@@ -12,7 +12,7 @@ import json
 import gin
 import numpy as np
 import pytest
-from drawn_folders import write_folder
+from drawn_folders import network_of, write_folder
 from test_run import logged
 
 from rosetta_t5 import cli
@@ -53,6 +53,12 @@ def make_folder(path, family):
 
   is_text = family == "llama"
   changes = {"pad_token_id": None, "bos_token_id": 2, "eos_token_id": 1} if is_text else {}
+  if family == "t5gemma":
+    wider = {"emb_dim": 48, "embedding_scale": 48**0.5, "mlp_dim": 64, "num_heads": 6}
+    layers = {"num_encoder_layers": 4, "num_decoder_layers": 4, "decoder_start_token_id": 2}
+    changes["network"] = network_of(family).replace(
+      encoder=wider | {"num_kv_heads": 3, "window": 6}, **layers
+    )
   write_folder(path, family, **changes)
   names = ["w0" if is_text else "<pad>", "</s>", "<s>", *(f"w{n}" for n in range(3, VOCABULARY))]
   words = {name: number for number, name in enumerate(names)}

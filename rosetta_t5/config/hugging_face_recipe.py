@@ -88,6 +88,7 @@ class _Folder:
     vocabulary, arguments = self._vocabulary()
     decode_fn, decoding = self._decoding()
     network, lengths = self._network(vocabulary, arguments), self._lengths()
+    rate = network.pop("dropout_rate")  # The recipe that is included sets it to DROPOUT_RATE.
     if (
       self.is_decoder
       and decode_fn == "temperature_sample"
@@ -102,7 +103,7 @@ class _Folder:
       **{f"network.{config_class}.{name}": value for name, value in network.items()},
       **{f"decoding.{decode_fn}.{name}": value for name, value in decoding.items()},
       "TASK_FEATURE_LENGTHS": lengths,
-      "DROPOUT_RATE": network["dropout_rate"],
+      "DROPOUT_RATE": rate,
       "INITIAL_CHECKPOINT_PATH": str(self.path),
       "utils.RestoreCheckpointConfig.resize_vocabulary": True,  # for added tokens
     }

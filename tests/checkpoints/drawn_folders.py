@@ -18,7 +18,7 @@ from transformers_families import T5GEMMA as T5GEMMA_STACK
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats.hugging_face import folder
-from rosetta_t5.networks.transformer import DecoderWrapper
+from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 ENCODER = T5GEMMA_STACK | {"sliding_window": 4}
@@ -32,20 +32,20 @@ def network_of(family):
   return T5GEMMA.config if family == "t5gemma" else config_of(family)
 
 
-def write_folder(path, family, rename=str, **changes):
-  """Writes a folder with the weights that the family's network has."""
-  network = network_of(family)
-  module = T5GEMMA if family == "t5gemma" else DecoderWrapper(network)
+def write_folder(path, family, rename=str, network=None, **changes):
+  """Writes a folder with the weights that the family's network, or another one, has."""
+  entries, network = {} if network else CONFIGS[family], network or network_of(family)
+  module = Transformer(network) if family == "t5gemma" else DecoderWrapper(network)
   ids = [jnp.ones((1, 2), jnp.int32)] * (3 if family == "t5gemma" else 2)
   shapes = flatten_dict(jax.eval_shape(module.init, jax.random.PRNGKey(0), *ids)["params"], sep="/")
   arrays = {
     f"target/{name}": as_stored_array(np.zeros(leaf.shape, np.float32))
     for name, leaf in shapes.items()
   }
-  _, weights = folder.make_config_and_weights(arrays, network, {})
+  config, weights = folder.make_config_and_weights(arrays, network, {})
   path.mkdir(exist_ok=True)
   drawn = {rename(name): draw(name, array.shape) for name, array in weights.items()}
   save_file(drawn, path / "model.safetensors")
-  entries = {name: x for name, x in (CONFIGS[family] | changes).items() if x is not None}
+  entries = {name: x for name, x in ((entries or config) | changes).items() if x is not None}
   (path / "config.json").write_text(json.dumps(entries))
   return drawn
