@@ -25,6 +25,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, start_token
 from rosetta_t5.conversion.model_settings import ModelSettings, read_model_settings
+from rosetta_t5.files import read_json_object
 from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 
 TOLERANCE = 1e-4
@@ -159,6 +160,9 @@ def _transformers_outputs(
 
   config = hugging_face_folder.read_config(epath.Path(folder) / hugging_face_folder.CONFIG)
   name = hugging_face_folder.architecture(config["model_type"], settings.network)
+  stored = read_json_object(epath.Path(folder) / hugging_face_folder.CONFIG)
+  if "text_config" in stored:  # The class of the text part alone does not read its weights there.
+    name = stored["architectures"][0]
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens
   start = start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
