@@ -92,14 +92,15 @@ def test_words_of_the_user_that_look_like_an_answer_are_not_trained(tmp_path: pa
   assert trained(vocabulary_of("chatml", tmp_path), messages) == [["yes<|im_end|>"]]
 
 
+@pytest.mark.parametrize("case", ["qwen", "llama"])  # Llama's offsets of white space are empty.
 def test_without_a_token_that_ends_turns_their_white_space_is_trained(
-  tmp_path: pathlib.Path,
+  case: str, tmp_path: pathlib.Path
 ) -> None:
   plain = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
   )
-  vocabulary = with_template(tmp_path, plain)
+  vocabulary = with_template(tmp_path, plain, case)
   # The token of the first word begins with the prompt's last space.
   assert trained(vocabulary, CONVERSATIONS["answered"]) == [[" A model.\n\n\n"]]
   assert ChatTemplate(vocabulary).end_id() == vocabulary.eos_id

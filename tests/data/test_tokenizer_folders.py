@@ -97,6 +97,7 @@ def test_the_inputs_of_an_encoder_begin_and_end_as_its_folder_says(
   folders: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
   from rosetta_t5.data.pipeline.inference_data import (
+    chat_preprocessors,
     default_preprocessors,
     get_dataset_from_natural_text_examples,
   )
@@ -113,6 +114,14 @@ def test_the_inputs_of_an_encoder_begin_and_end_as_its_folder_says(
     {"inputs": 32, "targets": 32},
     {"inputs": feature, "targets": type(feature)(vocabulary)},
   ).as_numpy_iterator()
+  (chat,) = get_dataset_from_natural_text_examples(
+    [{"input": "<bos>a b c d", "target": ""}],
+    chat_preprocessors(),
+    {"inputs": 5, "targets": 5},
+    {"inputs": feature, "targets": feature},
+  ).as_numpy_iterator()
+  # Of a conversation, the end is kept, and nothing is added to it.
+  assert chat["inputs"].tolist() == vocabulary.encode("<bos>a b c d")[-5:]
   text = vocabulary.encode("a b")
   assert example["inputs"].tolist() == [2, *text]
   assert example["targets"].tolist() == [*text, 1]

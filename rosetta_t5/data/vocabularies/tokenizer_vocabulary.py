@@ -98,8 +98,9 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @property
   def starts_rows(self) -> bool:
-    """Whether a decoder's rows begin with its start token: not if its folder's tokenizer begins no text."""
-    return self.folder.is_encoder_decoder is not False or bool(self._surrounding_ids[0])
+    """Whether a decoder's rows begin with its start token: not if a folder's tokenizer.json begins no text."""
+    is_folder = len(self._files) == 1 and self.folder.is_encoder_decoder is False
+    return not is_folder or bool(self._surrounding_ids[0])
 
   @property
   def ends_inputs(self) -> bool:

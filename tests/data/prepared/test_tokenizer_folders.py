@@ -43,6 +43,11 @@ def test_prepared_tokens_and_batches_are_those_of_the_folders_vocabulary(
   cfg = data.DatasetConfig(task, lengths, "train", 4, False, 0)
   batch = task.batch_sequence(cfg, 0, 1, 0)[0]
   assert batch["decoder_target_tokens"].max() < vocabulary.vocab_size
+  if case == "qwen":  # whose end token is not 1
+    pairs = prepared_task(str(out), "prefix_lm", extra_ids=0)
+    cfg = data.DatasetConfig(pairs, {"inputs": 64, "targets": 64}, "train", 4, False, 0)
+    rows = pairs.batch_sequence(cfg, 0, 1, 0)[0]["decoder_target_tokens"]
+    assert [row[row > 0][-1] for row in rows] == end * 4
   if case == "t5":
     sentinels = vocabulary.named_sentinels()
     assert sentinels[0] == vocabulary.vocab_size - 1
