@@ -18,6 +18,7 @@ from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.dense import MlpBlock
 from rosetta_t5.networks.layers.dropout import feature_dropout
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
+from rosetta_t5.networks.layers.global_blocks import sums_of_blocks, visible_blocks
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.layers.stack import LayerInputs
@@ -74,9 +75,8 @@ class Block(nn.Module):
     if cfg.positions == "relative" and cfg.bias_per_layer:
       bias = relative_bias(cfg, kind.side, x, inputs)
     window = None if kind.window is None else kind.window[0]
-    attention = self._attention(
-      name, rope=kind.rope, window=window, merges_encoded=kind.merges_encoded
-    )
+    further = self._further_keys(x, inputs)
+    attention = self._attention(name, rope=kind.rope, window=window, merges_encoded=bool(further))
     return attention(
       x,
       x,
@@ -88,9 +88,19 @@ class Block(nn.Module):
       prefill_lengths=inputs.prefill_lengths,
       positions=inputs.positions,
       rows=inputs.rows,
-      encoded=inputs.encoded if kind.merges_encoded else None,
-      encoded_mask=inputs.cross_visible,
+      **further,
     )
+
+  def _further_keys(self, x: jax.Array, inputs: LayerInputs) -> dict[str, Any]:
+    """Returns what self-attention attends to besides tokens: encoded inputs, or sums of blocks of tokens."""
+    cfg, ids_BT = self.config, inputs.block_ids
+    if self.kind.merges_encoded:
+      return {"encoded": inputs.encoded, "encoded_mask": inputs.cross_visible}
+    if ids_BT is None or cfg.global_block_size is None:
+      return {}
+    sums = sums_of_blocks(x, ids_BT, cfg.global_block_size, cfg.transpose_batch_sequence)
+    normed = make_norm(cfg, "global_input_layer_norm")(sums)
+    return {"encoded": normed, "encoded_mask": visible_blocks(ids_BT, cfg.global_block_size)}
 
   def _attention(self, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
     cfg = self.config

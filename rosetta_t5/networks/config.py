@@ -92,6 +92,8 @@ class NetworkConfig(ExpertSettings):
     window: in local layers, how many tokens a token sees in each direction, itself included.
     window_ahead: how many it sees after it, itself included, in local layers of an encoder; None for
       `window`.
+    global_block_size: the number of tokens in a block whose sum is one more key in an encoder (LongT5's
+      transient global attention); None for no blocks.
     merged_attention: whether the decoder's self-attention also attends to the encoded inputs, with the
       same kernels and without positions, instead of cross-attention (T5Gemma 2). It uses XLA's kernel.
     norm: 'rms' for T5's norm, 'rms_plus_one' for one whose stored scale is that minus 1 (Gemma), 'layer'
@@ -157,6 +159,7 @@ class NetworkConfig(ExpertSettings):
   layer_pattern: Sequence[str] = ("global",)
   window: Positive | None = None
   window_ahead: Positive | None = None
+  global_block_size: Positive | None = None
   merged_attention: bool = False
   norm: Annotated[str, one_of(NORMS)] = "rms"
   norm_epsilon: PositiveNumber = 1e-6
@@ -226,6 +229,13 @@ class NetworkConfig(ExpertSettings):
       return (
         f"local_rope_theta = {theta} needs positions = 'rotary' and local layers: set it to None"
       )
+    if (size := self.global_block_size) is not None and (
+      self.layers_of("encoder") == 0 or self.positions != "relative" or self.bias_per_layer
+    ):
+      return (
+        f"global_block_size = {size} needs an encoder with positions = 'relative' and bias_per_layer = "
+        "False: set it to None"
+      )
     if self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0):
       return (
         "parallel_blocks = True needs a decoder-only network without post_norms: set it to False"
@@ -254,8 +264,9 @@ class NetworkConfig(ExpertSettings):
 
   @property
   def kernel(self) -> str:
-    """The attention kernel that is computed: `auto` is XLA's until a run has measured the others."""
-    return "xla" if self.attention_kernel == "auto" else self.attention_kernel
+    """The attention kernel that is computed: XLA's with blocks, and for `auto` until a run has measured others."""
+    is_xla = self.attention_kernel == "auto" or self.global_block_size is not None
+    return "xla" if is_xla else self.attention_kernel
 
   @property
   def row_axes(self) -> tuple[str, str]:

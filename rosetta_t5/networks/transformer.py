@@ -26,6 +26,7 @@ from rosetta_t5.networks.config import (
 from rosetta_t5.networks.layer_kinds import layer_kinds
 from rosetta_t5.networks.layers.dropout import Dropout, feature_dropout
 from rosetta_t5.networks.layers.embedding import Embed, output_layer, position_vectors
+from rosetta_t5.networks.layers.global_blocks import block_ids_of, with_block_bias
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.stack import LayerInputs, run_stack
 
@@ -73,7 +74,9 @@ class Encoder(nn.Module):
     if positions is None and cfg.positions != "relative":
       positions = jnp.arange(encoder_input_tokens.shape[1], dtype=jnp.int32)[None]
     visible, local = _prepared(cfg, encoder_mask, cfg.kernel)
-    inputs = LayerInputs(visible, local, positions=positions, deterministic=deterministic)
+    blocks = block_ids_of(cfg, encoder_mask)
+    options: Any = {"positions": positions, "block_ids": blocks, "deterministic": deterministic}
+    inputs = LayerInputs(visible, local, **options)
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
     x = _embed(self, embedding, encoder_input_tokens, inputs)
     x = make_norm(cfg, "encoder_norm")(_run_layers(self, "encoder", x, inputs))
@@ -199,7 +202,10 @@ def _run_layers(stack: nn.Module, side: str, x: jax.Array, inputs: LayerInputs) 
   """Returns the activations after the layers of `stack`, [B, T, D]."""
   cfg: NetworkConfig = stack.config
   if cfg.positions == "relative" and not cfg.bias_per_layer:
-    inputs = dataclasses.replace(inputs, bias=relative_bias(cfg, side, x, inputs))
+    bias = relative_bias(cfg, side, x, inputs)
+    if inputs.block_ids is not None:
+      bias = with_block_bias(cfg, bias, inputs.block_ids)
+    inputs = dataclasses.replace(inputs, bias=bias)
   return _swap_length(cfg, run_stack(stack, Block, layer_kinds(cfg, side), x, inputs, side))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from drawn_folders import CONFIGS, ENCODER, write_folder
 from safetensors.numpy import save_file
-from transformers_families import FAMILIES, RECORDED, tokens
+from transformers_families import ENCODER_DECODERS, FAMILIES, RECORDED, VOCAB, draw, tokens
 from transformers_families import T5GEMMA as T5GEMMA_STACK
 
 from rosetta_t5.checkpoints.formats.hugging_face import folder
@@ -33,7 +33,7 @@ def check(path, family):
   settings = read_model_settings(path, arrays)
   recorded = json.loads(RECORDED.read_text())["every third position and fifth logit"][family]
   for row, expected in zip(tokens(), recorded, strict=True):
-    targets = row[None, ::-1] if family == "t5gemma" else row[None]
+    targets = row[None] if family in FAMILIES else row[None, ::-1]
     found = network_outputs(arrays, settings, (row[None], targets))
     np.testing.assert_allclose(found[0, ::3, ::5], expected, atol=2e-4)
 
@@ -42,6 +42,21 @@ def check(path, family):
 def test_logits_of_a_folder_are_those_of_transformers(family, tmp_path):
   write_folder(tmp_path, family)
   check(tmp_path, family)
+
+
+@pytest.mark.parametrize("family", ENCODER_DECODERS)
+def test_logits_of_merged_attention_and_of_blocks_are_those_of_transformers(family, tmp_path):
+  shapes = json.loads(RECORDED.read_text())["shapes of weights"][family]
+  drawn = {name: draw(name, shape) for name, shape in shapes.items()}
+  save_file(drawn, tmp_path / "model.safetensors")
+  entries = ENCODER_DECODERS[family][1] | {"model_type": family, "vocab_size": VOCAB}
+  (tmp_path / "config.json").write_text(json.dumps(entries))
+  check(tmp_path, family)
+  arrays = folder.read_arrays(tmp_path)
+  network = read_model_settings(tmp_path, arrays).network
+  config, weights = folder.make_config_and_weights(arrays, network, {})
+  assert config["model_type"] == family
+  assert weights.keys() == drawn.keys()
 
 
 @pytest.mark.parametrize("family", OLDER)

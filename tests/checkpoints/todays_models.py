@@ -92,6 +92,18 @@ SHAPES["t5gemma2 with even windows"] = (
     "decoder": T5GEMMA2 | {"sliding_window": 4, "final_logit_softcapping": 4.0},
   },
 )
+LONG = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2, "vocab_size": VOCAB}
+LONG |= {"local_radius": 2, "global_block_size": 4, "relative_attention_num_buckets": 8}
+LONG |= {"relative_attention_max_distance": 12, "decoder_start_token_id": 0}
+SHAPES["longt5"] = ("LongT5", LONG | {"feed_forward_proj": "gated-gelu"})
+SHAPES["longt5 with blocks"] = (
+  "LongT5",
+  LONG
+  | {
+    "encoder_attention_type": "transient-global",
+    "tie_word_embeddings": False,
+  },
+)
 END_OF_IMAGE = 31  # a token of INPUTS
 INPUTS = [[9, 4, 31, 17, 22, 8, 15, 30, 12, 3, 27, 19, 33], [14, 6, 21, 35, 10, 28, 7, 11]]
 TARGETS = [[13, 5, 24, 38, 16, 9, 29, 2, 34, 18, 25], [20, 37, 4, 26, 32, 8, 1, 12]]
@@ -104,14 +116,15 @@ def save(name: str, path: Any) -> Any:
 
   kind, entries = SHAPES[name]
   stacks = {side: SIZES | x for side, x in entries.items() if side in ("encoder", "decoder")}
-  entries = {**(SIZES if not stacks else {"vocab_size": VOCAB}), **entries, **stacks}
+  has_sizes = kind == "LongT5" or stacks
+  entries = {**({"vocab_size": VOCAB} if has_sizes else SIZES), **entries, **stacks}
   if kind == "T5Gemma2":
     images = {"vision_config": VISION, "boi_token_index": 36, "image_token_index": 37}
     stacks["encoder"] = {"text_config": stacks["encoder"], **images, "mm_tokens_per_image": 1}
     stacks["encoder"]["eoi_token_index"] = END_OF_IMAGE
     entries |= {"eoi_token_index": END_OF_IMAGE, "image_token_index": 37, **stacks}
   config = getattr(transformers, f"{kind}Config")(**entries, attn_implementation="eager")
-  suffix = "ForConditionalGeneration" if stacks else "ForCausalLM"
+  suffix = "ForConditionalGeneration" if has_sizes else "ForCausalLM"
   model = getattr(transformers, kind.removesuffix("Text") + suffix)(config).eval()
   fill(model)
   model.generation_config.eos_token_id = None
@@ -207,7 +220,12 @@ def start_of(path: Any) -> int:
   """Returns Transformers' token that starts texts."""
   config = json.loads((path / "config.json").read_text())
   config = config.get("decoder", config)
-  starts = [config.get("bos_token_id"), config.get("eos_token_id"), 0]
+  starts = [
+    config.get("decoder_start_token_id"),
+    config.get("bos_token_id"),
+    config.get("eos_token_id"),
+    0,
+  ]
   return next(start for start in starts if isinstance(start, int))
 
 

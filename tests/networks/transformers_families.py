@@ -81,6 +81,30 @@ T5GEMMA = FAMILIES["gemma2"][1] | {
 T5GEMMA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
+_IMAGES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14}
+_IMAGES |= {"num_attention_heads": 1, "image_size": 14}
+_T5GEMMA2 = FAMILIES["gemma3"][1] | {"num_hidden_layers": 2, "layer_types": ALTERNATING[:2]}
+_LONGT5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+# Family → (class of the model, the entries of its config.json).
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+  "t5gemma2": (
+    "T5Gemma2",
+    {
+      "encoder": {"text_config": _T5GEMMA2, "vision_config": _IMAGES, "eoi_token_index": 7}
+      | {"boi_token_index": 38, "image_token_index": 39, "mm_tokens_per_image": 1},
+      "decoder": _T5GEMMA2,
+      "eoi_token_index": 7,
+    },
+  ),
+  "longt5": (
+    "LongT5",
+    _LONGT5
+    | {"encoder_attention_type": "transient-global", "local_radius": 2, "global_block_size": 4}
+    | {"feed_forward_proj": "gated-gelu", "scale_decoder_outputs": True},
+  ),
+}
+
+
 def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
   """Returns the weights of this name."""
   rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -125,7 +149,24 @@ def record() -> None:
     inputs, targets = torch.tensor(tokens()), torch.tensor(tokens()[:, ::-1].copy())
     found = model(input_ids=inputs, decoder_input_ids=targets).logits
   logits["t5gemma"] = found[:, ::3, ::5].double().numpy().round(6).tolist()
+  described = {}
+  for family, (kind, entries) in ENCODER_DECODERS.items():
+    config = getattr(transformers, f"{kind}Config")(
+      **entries, vocab_size=VOCAB, attn_implementation="eager"
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    shapes = {}
+    for name, weight in model.named_parameters():
+      name = name.replace("encoder.text_model.", "encoder.")  # as folders name it
+      weight.data = torch.tensor(draw(name, tuple(weight.shape)))
+      if "vision" not in name and "multi_modal" not in name:
+        shapes[name] = tuple(weight.shape)
+    with torch.no_grad():
+      found = model(input_ids=inputs, decoder_input_ids=targets).logits
+    logits[family] = found[:, ::3, ::5].double().numpy().round(6).tolist()
+    described[family] = shapes
   content = {
+    "shapes of weights": described,
     "transformers": transformers.__version__,
     "every third position and fifth logit": logits,
   }

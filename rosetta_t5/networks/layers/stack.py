@@ -40,7 +40,8 @@ class LayerInputs:
     local_visible: the same in local layers.
     cross_visible: the same for encoded inputs.
     encoded: the encoded inputs, in the layout of activations inside the layers; None without an encoder.
-    bias: T5's relative bias, [1, H, T, S], if the layers share it.
+    bias: T5's relative bias, [1, H, T, S], if the layers share it; with blocks [B, H, T, S + G].
+    block_ids: the block of each token, [B, T]; see `global_blocks`. None if there are no blocks.
     positions: the position of each token, [B or 1, T]; None if no layer needs it.
     prefill_lengths: [B], the number of tokens in each prompt.
     rows: which rows of the whole batch these are; None for all.
@@ -55,6 +56,7 @@ class LayerInputs:
   cross_visible: Any = None
   encoded: Any = None
   bias: jax.Array | None = None
+  block_ids: jax.Array | None = None
   positions: Any = None
   prefill_lengths: jax.Array | None = None
   rows: BatchRows | None = None
@@ -74,7 +76,7 @@ class LayerInputs:
     return dataclasses.replace(
       dims,
       encoded=None if self.encoded is None else activation_dim,
-      bias=None if self.bias is None else -1,
+      bias=None if self.bias is None else 0 if self.bias.shape[0] > 1 else -1,
       positions=positions,
     )
 

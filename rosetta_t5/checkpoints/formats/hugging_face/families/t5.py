@@ -1,4 +1,4 @@
-"""Reads and writes the weights of Transformers' T5 family: T5 1.0 and 1.1, mT5, ByT5, UMT5, Flan-T5, Switch.
+"""Reads and writes the weights of Transformers' T5 family: T5, mT5, ByT5, UMT5, Flan-T5, LongT5, Switch.
 
 In a Switch Transformer, feed-forward blocks are called `mlp`, and each expert has weights of its own.
 """
@@ -16,12 +16,18 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import (
   has_own_biases,
   rename_shared_biases,
 )
-from rosetta_t5.checkpoints.formats.hugging_face import name_tables
+from rosetta_t5.checkpoints.formats.hugging_face import long_t5, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.config import T5Config
 
-_SWITCH = "switch_transformers"
-MODEL_TYPES = {"t5": "T5", "mt5": "MT5", "umt5": "UMT5", _SWITCH: "SwitchTransformers"}
+_SWITCH, _LONG = "switch_transformers", "longt5"
+MODEL_TYPES = {
+  "t5": "T5",
+  "mt5": "MT5",
+  "umt5": "UMT5",
+  _LONG: "LongT5",
+  _SWITCH: "SwitchTransformers",
+}
 IS_DECODER = False
 SHIFTS_IDS = False
 FIXED = {"router_bias": False}
@@ -45,9 +51,9 @@ IGNORED = re.compile(
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
 _OWN_TABLES = {side: f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")}
 _ATTENTIONS = {
-  "encoder": {"0.SelfAttention": "attention"},
+  "encoder": {"0.{attention}": "attention"},
   "decoder": {
-    "0.SelfAttention": "self_attention",
+    "0.{attention}": "self_attention",
     "1.EncDecAttention": "encoder_decoder_attention",
   },
 }
@@ -61,29 +67,35 @@ def has(arrays: Arrays) -> bool:
   return bool(names) and not any("/post_attention_layer_norm/" in name for name in names)
 
 
-def _weight_table(model_type: str) -> list[WeightMapping]:
-  """Returns every weight that a model of a type may have, in the plain tree.
+def _weight_table(config: Config) -> list[WeightMapping]:
+  """Returns every weight that a model may have, in the plain tree.
 
   A relative bias that all layers share belongs to layer 0.
   """
+  model_type = config["model_type"]
   mlp = "mlp" if model_type == _SWITCH else "DenseReluDense"
   table = [
     WeightMapping(_SHARED, (EMBEDDING,)),
     WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
   ]
+  local = "SelfAttention"
+  if model_type == _LONG:
+    local = long_t5.attention_name(config)
+    table += long_t5.block_table(config)
   for side, norms in NORMS.items():
+    attention = local if side == "encoder" else "SelfAttention"
     norm = (f"target/{side}/{side}_norm/scale",)
     table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm, is_required=False))
     theirs, ours = f"{side}.block.{{n}}.layer", f"target/{side}/layers_{{n}}"
     last = f"{len(norms) - 1}.{mlp}"
     required = {f"{number}.layer_norm": f"{name}/scale" for number, name in enumerate(norms)}
     required |= {
-      f"{their_block}.{letter}": f"{our_block}/{name}/kernel"
+      f"{their_block.format(attention=attention)}.{letter}": f"{our_block}/{name}/kernel"
       for their_block, our_block in _ATTENTIONS[side].items()
       for letter, name in ATTENTION_MATRICES.items()
     }
     optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1")}
-    optional["0.SelfAttention.relative_attention_bias"] = "relpos_bias/rel_embedding"
+    optional[f"0.{attention}.relative_attention_bias"] = "relpos_bias/rel_embedding"
     (optional if model_type == _SWITCH else required)[f"{last}.wo"] = "mlp/wo/kernel"
     if model_type == _SWITCH:
       optional[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
@@ -106,7 +118,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
-  table = _weight_table(config["model_type"])
+  table = _weight_table(config)
   arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
   arrays = rename_shared_biases(arrays)
   return _with_head(arrays, config) if _count_layers(arrays)["decoder"] else arrays
@@ -137,6 +149,8 @@ def _with_head(arrays: dict[str, StoredArray], config: Config) -> dict[str, Stor
   head = arrays.pop(HEAD, None)
   if head is not None and name_tables.are_equal(transpose(head), embedding):
     head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
+  if head is None and config["model_type"] == _LONG:
+    return arrays  # it is always tied, whether divided or not
   if not _scales_logits(config):
     arrays[HEAD] = transpose(embedding) if head is None else head
   elif head is not None:
@@ -200,6 +214,9 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
     "logits_via_embedding": HEAD not in arrays,
     "decoder_start_token_id": padding if start is None else start,
   }
+  if config.get("model_type") == _LONG:
+    settings["encoder"] = long_t5.read_encoder(config)
+    settings["divide_tied_logits"] = _scales_logits(config)
   if layers := _expert_layers(arrays):
     settings |= {
       "num_experts": _count_experts(arrays),
@@ -251,13 +268,15 @@ def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
 
   Args:
     arrays: the weights by T5X's names.
-    network: not used.
+    network: its settings; LongT5's encoder has windows.
     source: the config.json that the model came with, which decides between T5 and mT5; or {}.
   """
   if _count_experts(arrays):
     return _SWITCH
   if has_own_biases(arrays):
     return "umt5"
+  if network is not None and network.of_side("encoder").window is not None:
+    return _LONG
   default = "mt5" if arrays[EMBEDDING].shape[0] == _MT5_VOCABULARY else "t5"
   stated = source.get("model_type")
   return stated if stated in ("t5", "mt5") else default
@@ -283,6 +302,7 @@ def make_config(
   version = str(source.get("transformers_version"))
   is_from_5 = version.startswith("5.") and "scale_decoder_outputs" not in source
   is_scaled = HEAD not in arrays or (model_type == "umt5" and is_from_5)
+  is_scaled &= network.divide_tied_logits
   return {
     **({} if has_decoder else {"num_decoder_layers": network.num_encoder_layers}),
     "relative_attention_max_distance": network.max_distance,
@@ -294,7 +314,8 @@ def make_config(
     # Transformers 4 decides by the first entry whether logits are divided by √d_model, as in T5 1.0, and
     # Transformers 5 by the second one.
     "tie_word_embeddings": is_scaled,
-    **({"scale_decoder_outputs": is_scaled} if model_type in ("t5", "umt5") else {}),
+    **({"scale_decoder_outputs": is_scaled} if model_type in ("t5", "umt5", _LONG) else {}),
+    **(long_t5.write_encoder(network.of_side("encoder")) if model_type == _LONG else {}),
     **_expert_entries(arrays, network),
   }
 
@@ -346,7 +367,7 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
     n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
     for n, x in arrays.items()
   }
-  theirs = name_tables.to_transformers(own, _weight_table(model_type), MODEL_TYPES[model_type])
+  theirs = name_tables.to_transformers(own, _weight_table(config), MODEL_TYPES[model_type])
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)
