@@ -92,7 +92,7 @@ def test_words_of_the_user_that_look_like_an_answer_are_not_trained(tmp_path: pa
   assert trained(vocabulary_of("chatml", tmp_path), messages) == [["yes<|im_end|>"]]
 
 
-@pytest.mark.parametrize("case", ["qwen", "llama"])  # Llama's offsets of white space are empty.
+@pytest.mark.parametrize("case", ["qwen", "llama"])  # Llama's offsets of spaces are empty.
 def test_without_a_token_that_ends_turns_their_white_space_is_trained(
   case: str, tmp_path: pathlib.Path
 ) -> None:
@@ -104,6 +104,10 @@ def test_without_a_token_that_ends_turns_their_white_space_is_trained(
   # The token of the first word begins with the prompt's last space.
   assert trained(vocabulary, CONVERSATIONS["answered"]) == [[" A model.\n\n\n"]]
   assert ChatTemplate(vocabulary).end_id() == vocabulary.eos_id
+  ids, weights = vocabulary.encode_spans(
+    "x: ab  ", [(2, 7)]
+  )  # Its last token is white space alone.
+  assert weights == [0, 0, *[1] * (len(ids) - 2)]
 
 
 @pytest.mark.parametrize("form", ["string", "list", "files"])
