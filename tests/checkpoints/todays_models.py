@@ -72,7 +72,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
   ),
   "gemma3": (
     "Gemma3Text",
-    {"num_hidden_layers": 7, "sliding_window": 4, "rope_parameters": ROPES},
+    {"num_hidden_layers": 7, "sliding_window": 4, "rope_parameters": ROPES}
+    | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
   ),
   "t5gemma": ("T5Gemma", {"encoder": GEMMA2, "decoder": GEMMA2}),
   "t5gemma with a larger encoder": ("T5Gemma", {"encoder": GEMMA2 | WIDE, "decoder": GEMMA2}),

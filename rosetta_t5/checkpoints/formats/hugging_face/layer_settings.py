@@ -84,7 +84,7 @@ _HARMLESS = re.compile(
   r"_.*|.*_token_id|architectures|(torch_)?dtype|transformers_version|use_cache|initializer_\w+|"
   r"(attention|classifier)_dropout\w*|id2label|label2id|problem_type|cache_implementation|"
   r"pretraining_tp|output_\w+|return_dict\w*|tokenizer_class|task_specific_params|unsloth_\w+|"
-  r"is_(encoder_)?decoder|cross_attention_hidden_size|do_sample|temperature|top_[kp]|max_length|"
+  r"is_(encoder_decoder|decoder|llama_config)|transformers\.js_config|cross_attention_hidden_size|do_sample|temperature|top_[kp]|max_length|"
   r"(max|min)_new_tokens|num_beams|repetition_penalty|length_penalty|suppress_tokens"
 )
 _ROPE_ENTRIES = {
@@ -176,6 +176,9 @@ def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
   heads = config["num_attention_heads"]
   head_dim = config.get("head_dim") or width // heads
   is_gemma = "query_pre_attn_scalar" in config
+  is_gemma_3 = (
+    config["model_type"] == "gemma3_text"
+  )  # in which Transformers ignores the limit of attention
   entry = "hidden_activation" if is_gemma else "hidden_act"
   return {
     "positions": "rotary",
@@ -189,7 +192,7 @@ def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
     "scale_queries": not is_gemma,
     "query_scale": config["query_pre_attn_scalar"] ** -0.5 if is_gemma else None,
     "embedding_scale": width**0.5 if is_gemma else 1.0,
-    "attention_softcap": config.get("attn_logit_softcapping"),
+    "attention_softcap": None if is_gemma_3 else config.get("attn_logit_softcapping"),
     "logit_softcap": config.get("final_logit_softcapping"),
     "qk_norm": config["model_type"] in ("qwen3", "gemma3_text"),
     "qkv_bias": config["model_type"] == "qwen2",
@@ -303,7 +306,7 @@ def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str
   return entries | {
     "hidden_activation": activation,
     "query_pre_attn_scalar": _scalar(cfg),
-    "attn_logit_softcapping": cfg.attention_softcap,
+    **({} if model_type == "gemma3_text" else {"attn_logit_softcapping": cfg.attention_softcap}),
     "final_logit_softcapping": cfg.logit_softcap,
     **({"sliding_window": cfg.window} if cfg.window else {}),
   }
@@ -349,7 +352,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
   "qwen2": _PLAIN | {"qkv_bias": True, "attention_bias": False, "mlp_bias": False},
   "qwen3": _PLAIN | {"qk_norm": True, "mlp_bias": False},
   "gemma2": _SANDWICH | {"qk_norm": False, "local_rope_theta": None},
-  "gemma3_text": _SANDWICH | {"qk_norm": True},
+  "gemma3_text": _SANDWICH | {"qk_norm": True, "attention_softcap": None},
 }
 REQUIRED["t5_gemma_module"] = REQUIRED["gemma2"]
 
