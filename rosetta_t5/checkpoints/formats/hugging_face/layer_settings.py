@@ -84,7 +84,8 @@ _HARMLESS = re.compile(
   r"_.*|.*_token_id|architectures|(torch_)?dtype|transformers_version|use_cache|initializer_\w+|"
   r"(attention|classifier)_dropout\w*|id2label|label2id|problem_type|cache_implementation|"
   r"pretraining_tp|output_\w+|return_dict\w*|tokenizer_class|task_specific_params|unsloth_\w+|"
-  r"is_(encoder_decoder|decoder|llama_config)|transformers\.js_config|cross_attention_hidden_size|do_sample|temperature|top_[kp]|max_length|"
+  r"is_(encoder_decoder|decoder|llama_config)|transformers\.js_config|cross_attention_hidden_size|"
+  r"do_sample|temperature|top_[kp]|max_length|"
   r"(max|min)_new_tokens|num_beams|repetition_penalty|length_penalty|suppress_tokens"
 )
 _ROPE_ENTRIES = {
