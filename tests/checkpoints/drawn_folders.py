@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 from test_families import T5GEMMA, config_of
-from transformers_families import FAMILIES, draw
+from transformers_families import ENCODER_DECODERS, FAMILIES, RECORDED, VOCAB, draw
 from transformers_families import T5GEMMA as T5GEMMA_STACK
 
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
@@ -47,5 +47,16 @@ def write_folder(path, family, rename=str, network=None, **changes):
   drawn = {rename(name): draw(name, array.shape) for name, array in weights.items()}
   save_file(drawn, path / "model.safetensors")
   entries = {name: x for name, x in ((entries or config) | changes).items() if x is not None}
+  (path / "config.json").write_text(json.dumps(entries))
+  return drawn
+
+
+def write_encoder_decoder(path, family):
+  """Writes a folder of T5Gemma 2 or LongT5, whose weights have the recorded shapes."""
+  shapes = json.loads(RECORDED.read_text())["shapes of weights"][family]
+  drawn = {name: draw(name, shape) for name, shape in shapes.items()}
+  path.mkdir(exist_ok=True)
+  save_file(drawn, path / "model.safetensors")
+  entries = ENCODER_DECODERS[family][1] | {"model_type": family, "vocab_size": VOCAB}
   (path / "config.json").write_text(json.dumps(entries))
   return drawn

@@ -10,9 +10,9 @@ import json
 
 import numpy as np
 import pytest
-from drawn_folders import CONFIGS, ENCODER, write_folder
+from drawn_folders import CONFIGS, ENCODER, write_encoder_decoder, write_folder
 from safetensors.numpy import save_file
-from transformers_families import ENCODER_DECODERS, FAMILIES, RECORDED, VOCAB, draw, tokens
+from transformers_families import ENCODER_DECODERS, FAMILIES, RECORDED, tokens
 from transformers_families import T5GEMMA as T5GEMMA_STACK
 
 from rosetta_t5.checkpoints.formats.hugging_face import folder
@@ -46,11 +46,7 @@ def test_logits_of_a_folder_are_those_of_transformers(family, tmp_path):
 
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_logits_of_merged_attention_and_of_blocks_are_those_of_transformers(family, tmp_path):
-  shapes = json.loads(RECORDED.read_text())["shapes of weights"][family]
-  drawn = {name: draw(name, shape) for name, shape in shapes.items()}
-  save_file(drawn, tmp_path / "model.safetensors")
-  entries = ENCODER_DECODERS[family][1] | {"model_type": family, "vocab_size": VOCAB}
-  (tmp_path / "config.json").write_text(json.dumps(entries))
+  drawn = write_encoder_decoder(tmp_path, family)
   check(tmp_path, family)
   arrays = folder.read_arrays(tmp_path)
   network = read_model_settings(tmp_path, arrays).network

@@ -211,6 +211,7 @@ def test_few_blocks_cannot_run_here() -> None:
   assert reasons == {
     "installs packages": 4,
     "needs GPUs": 6,
+    "needs a model of a hub": 1,
     "needs Slurm": 3,
     "needs XLA's GPU compiler": 2,
   }

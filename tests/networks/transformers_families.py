@@ -83,7 +83,7 @@ T5GEMMA |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 _IMAGES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 14}
 _IMAGES |= {"num_attention_heads": 1, "image_size": 14}
-_T5GEMMA2 = FAMILIES["gemma3"][1] | {"num_hidden_layers": 2, "layer_types": ALTERNATING[:2]}
+_T5GEMMA2 = FAMILIES["gemma3"][1]
 _LONGT5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
 # Family → (class of the model, the entries of its config.json).
 ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -114,10 +114,12 @@ def _period(names: Iterable[str], prefix: str, side: str) -> int:
 def scan_axis(arrays: Mapping[str, Any]) -> int:
   """Returns the axis on which layers are stacked (T5Config.param_scan_axis).
 
-  The shapes of the norms' scales show it.
+  The shapes of the scales of the norms of whole activations show it.
   """
   embedding = arrays.get(EMBEDDING)
-  norms = [x for n, x in arrays.items() if n.endswith("_norm/scale") and _SCANNED.fullmatch(n)]
+  norms = [
+    x for n, x in arrays.items() if n.endswith("_layer_norm/scale") and _SCANNED.fullmatch(n)
+  ]
   on_first = any(embedding is not None and x.shape[0] != embedding.shape[1] for x in norms)
   return 0 if on_first else SCAN_AXIS
 
