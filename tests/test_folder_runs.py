@@ -165,5 +165,9 @@ def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
 )
 def test_a_switch_does_not_change_the_loss(found, plain, switch, tmp_path):
   bindings, tolerance = SWITCHES[switch]
+  if (found[0], switch) == ("t5gemma2", "pipeline"):
+    with pytest.raises(AssertionError, match="merged_attention = True is not supported with a pip"):
+      train(found, tmp_path / "run", *bindings)
+    return
   losses = train(found, tmp_path / "run", *bindings)
   np.testing.assert_allclose(losses, plain[0], rtol=tolerance)

@@ -9,6 +9,7 @@ _ASSUMED: dict[str, Any] = {
   "dtype": "float32",
   "fuse_qkv_params": False,
   "matmul": None,
+  "merged_attention": False,
   "num_experts": 0,
   "pad_id": 0,
   "positions": "relative",

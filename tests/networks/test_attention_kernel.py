@@ -48,7 +48,10 @@ def test_cudnn_without_a_gpu_is_refused_before_anything_is_computed():
     ({"head_dim": 4}, "needs a head_dim that is a multiple of 8, got 4"),
     ({"packed": True}, "does not support packed examples: set it to 'flash'"),
     ({"keys": 5}, "only if lengths are even, got 6 and 5"),
-    ({"window": (3, 3)}, "supports no window and no softcap, got (3, 3) and None: set it to 'flash'"),
+    (
+      {"window": (3, 3)},
+      "supports no window and no softcap, got (3, 3) and None: set it to 'flash'",
+    ),
     ({"softcap": 30.0}, "supports no window and no softcap, got None and 30.0: set it to 'flash'"),
     ({"context_shards": 2}, "does not support the mesh axis 'context': set it to 'flash'"),
   ],

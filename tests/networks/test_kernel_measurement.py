@@ -176,7 +176,10 @@ def test_each_kind_of_layer_is_a_case_that_a_kernel_must_compute():
   config = config.replace(num_kv_heads=2)
   batch = {name: x for name, x in make_batch(2).items() if name.startswith("decoder")}
   cases = attention_cases(config, batch, {"data": 1})
-  assert [(case.window, case.layers, case.kv_heads) for case in cases] == [(None, 4, 2), ((4, 4), 2, 2)]
+  assert [(case.window, case.layers, case.kv_heads) for case in cases] == [
+    (None, 4, 2),
+    ((4, 4), 2, 2),
+  ]
   gpu = types.SimpleNamespace(platform="gpu")
   assert usable_kernels(cases, gpu) == ["xla", "flash"]
   prefix = attention_cases(config, batch, {"data": 1}, has_prefix=True)

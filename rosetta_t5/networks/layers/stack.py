@@ -17,6 +17,7 @@ from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dropout import BatchRows
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
+from rosetta_t5.networks.other_networks import setting_of
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
@@ -221,6 +222,11 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
     return (
       f"{type(config).__name__}.num_experts = {config.num_experts} is not supported with a pipeline: set "
       "it to 0, or use the axis 'expert' instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
+    )
+  if setting_of(config, "merged_attention"):
+    return (
+      f"{type(config).__name__}.merged_attention = True is not supported with a pipeline: use the axis 'fsdp' "
+      "instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
     )
   others = sorted(set(collections) - {"params", "params_axes"})
   if not others:
