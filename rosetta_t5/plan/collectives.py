@@ -146,34 +146,54 @@ def _of_parameters(part: Segment, work: Workload) -> Iterator[Collective]:
         readers.setdefault(id(array), (array, []))[1].append(value)
   own = {id(value) for value in part.values}
   for array, values in readers.values():
-    layout, is_matmul = work.layout, values[0].primitive == "dot_general"
     # Layers have parameters of their own; what was computed before them from a parameter, they share.
     is_shared = not array.parameters and id(array) not in own
-    layers, terms = (1, part.layers * len(values)) if is_shared else (part.layers, len(values))
-    split = set(layout.axes_of(array))
-    over = [axis for axis in (*BATCH_AXES, *layout.axes_of(values[0])) if axis != PIPELINE_AXIS]
-    # An expert is not gathered, and its gradient is complete.
-    ignored = {EXPERT_AXIS} & split
-    tokens = work.present(dict.fromkeys(axis for axis in over if axis not in ignored))
-    shards = tuple(a for a in tokens if a in split and a in (*BATCH_AXES, CONTEXT_AXIS))
-    others = tuple(a for a in tokens if a not in split)
-    size = layers * work.microbatches * layout.bytes_of(array, work.examples, shards)
-    yield Collective(ALL_GATHER, shards, (2 if is_matmul else 1) * size, "parameters")
-    if shards and others and not is_matmul:
-      # XLA sums these over all axes at once, and each device keeps its shard.
-      yield Collective(ALL_REDUCE, (*others, *shards), size, "gradients", terms)
-      continue
-    yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
-    size, terms = size / work.shards(shards), 1 if shards else terms
-    is_zero1 = work.zero1 and DATA_AXIS in others and "embed" in array.axes
+    layers = 1 if is_shared else part.layers
+    yield from _of_array(array, values, layers, part.layers // layers * len(values), work)
+
+
+def _of_array(
+  array: Value, readers: Sequence[Value], count: int, terms: int, work: Workload
+) -> Iterator[Collective]:
+  """Yields how an array that does not depend on the examples is gathered, and its gradient summed.
+
+  Args:
+    array: a parameter, or what is computed from parameters only.
+    readers: the operations that read it with examples.
+    count: the number of such arrays.
+    terms: the number of sums that are the gradient of one.
+    work: what the step computes.
+  """
+  layout, is_matmul = work.layout, readers[0].primitive == "dot_general"
+  split = set(layout.axes_of(array))
+  # The axes that split examples and positions. An expert is not gathered, and its gradient is complete.
+  rows = {*BATCH_AXES, *layout.axes_of(readers[0])} - {PIPELINE_AXIS, *({EXPERT_AXIS} & split)}
+  shards = work.present(rows & split & {*BATCH_AXES, CONTEXT_AXIS})
+  others = work.present(rows - split)
+  size = count * work.microbatches * layout.bytes_of(array, work.examples, shards)
+  yield Collective(ALL_GATHER, shards, (2 if is_matmul else 1) * size, "parameters")
+  if shards and others and not is_matmul:
+    # XLA sums these over all axes at once, and each device keeps its shard.
+    yield Collective(ALL_REDUCE, work.present({*others, *shards}), size, "gradients", terms)
+    return
+  yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
+  size, terms = size / work.shards(shards), 1 if shards else terms
+  is_zero1 = work.zero1 and DATA_AXIS in others and "embed" in array.axes
+  # A matmul adds up examples and positions at once, other operations one after the other.
+  steps = [others] if is_matmul else [tuple({*others} - {CONTEXT_AXIS}), (CONTEXT_AXIS,)]
+  for axes in steps:
     kind = REDUCE_SCATTER if is_zero1 else ALL_REDUCE
-    # A matmul adds up examples and positions at once, other operations one after the other.
-    rows = others if is_matmul else tuple(axis for axis in others if axis != CONTEXT_AXIS)
-    for axes in (rows, tuple(axis for axis in others if axis not in rows)):
-      yield Collective(kind, axes, size, "gradients", terms)
-    if is_zero1:
-      stored = size / work.microbatches * 4 / array.dtype.itemsize
-      yield Collective(ALL_GATHER, (DATA_AXIS,), stored, "parameters")
+    yield Collective(kind, work.present({*axes} & {*others}), size, "gradients", terms)
+  if is_zero1:
+    stored = size / work.microbatches * 4 / array.dtype.itemsize
+    yield Collective(ALL_GATHER, (DATA_AXIS,), stored, "parameters")
+
+
+def _before_broadcast(value: Value) -> Value:
+  """Returns the array that a value repeats, whose gradient is summed before it is sent."""
+  while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
+    value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
+  return value
 
 
 def _is_causal(work: Workload) -> bool:
@@ -185,13 +205,6 @@ def _is_causal(work: Workload) -> bool:
 def _exchanges_experts(value: Value) -> bool:
   """Returns whether an array is split over experts and its operand over examples, or the other way around."""
   return (EXPERT_AXIS in value.axes) != (EXPERT_AXIS in value.operands[0].axes)
-
-
-def _before_broadcast(value: Value) -> Value:
-  """Returns the array that a value repeats, whose gradient is summed before it is sent."""
-  while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
-    value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
-  return value
 
 
 def _of_stages(part: Segment, work: Workload) -> Iterator[Collective]:
