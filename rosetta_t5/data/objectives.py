@@ -4,7 +4,7 @@ span_corruption   Raffel et al. 2020, sections 3.1.4 and 3.3.4
 prefix_lm         Raffel et al. 2020, section 3.2.3: a text is cut in two, the model predicts the second part
 causal_lm         the model predicts each token from those before it, for decoder-only models ("targets" alone)
 seq2seq           inputs and targets are used as they are
-ul2               Tay et al. 2022: a mixture of seven denoisers, each announced by a mode text such as [NLU]
+ul2               Tay et al. 2022: a mixture of denoisers, each announced by a mode text such as [NLU]
 
 For span corruption, a text's tokens are cut into spans that are alternately kept and dropped. The input has
 the kept tokens and one sentinel for each dropped span. The target has the dropped tokens and one sentinel for
@@ -37,15 +37,17 @@ class Denoiser:
   """One of UL2's denoisers.
 
   Attributes:
-    mode: text before the inputs that announces the denoiser to the model.
+    mode: text before the inputs that announces the denoiser to the model, or "".
     density: fraction of the tokens that the model predicts. If `mean_length` is None, it may be None
       too: the text is then cut at any position.
     mean_length: mean number of tokens in a span; None means one span at the end of the text.
+    rate: how often it is drawn, relative to the others.
   """
 
   mode: str
   density: float | None
   mean_length: float | None
+  rate: float = 1.0
 
 
 # Table 1 of the paper: R(egular), X(treme) and S(equential) denoisers, drawn equally often.
@@ -58,6 +60,35 @@ UL2_DENOISERS: Mapping[str, Denoiser] = {
   "x64_half": Denoiser("[NLG]", 0.5, 64.0),
   "s": Denoiser("[S2S]", 0.25, None),
 }
+
+
+def ul2_denoisers(rows: Sequence[Sequence[Any]] | None) -> Mapping[str, Denoiser]:
+  """Returns UL2's denoisers by name.
+
+  Args:
+    rows: (mode, density, mean length, rate) of each; None for those of the paper. See `Denoiser`.
+
+  Raises:
+    ValueError: a row has other values, or there is none.
+  """
+  if rows is None:
+    return UL2_DENOISERS
+  for row in rows:
+    match row:
+      case [str(), None, None, rate] if rate > 0:
+        pass
+      case [str(), float(density), length, rate] if (
+        0 < density < 1 and rate > 0 and (length is None or length >= 1)
+      ):
+        pass
+      case _:
+        raise ValueError(
+          "each of denoisers must be (mode text, density between 0 and 1, mean length of at least 1 "
+          f"or None for a span at the end, rate above 0), such as ('[R]', 0.15, 3, 1); got {row!r}"
+        )
+  if not rows:
+    raise ValueError("denoisers must have at least one row, or be None for those of UL2's paper")
+  return {f"denoiser{number}": Denoiser(*row) for number, row in enumerate(rows)}
 
 
 def objective_preprocessors(
@@ -241,12 +272,12 @@ def random_spans_helper(
   """Returns the number of tokens that fill an input of `inputs_length`, and the resulting target length.
 
   The lengths of input and target include one sentinel per span and the end token. T5's input length of
-  512 takes 568 tokens and gives targets of 114.
+  512 takes 568 tokens and gives targets of 114. Unlike T5's formula, this one counts the one span of
+  texts of which less than half a span is dropped.
   """
 
   def corrupted_lengths(tokens: int) -> tuple[int, int]:
-    noise = round(tokens * noise_density)
-    spans = round(noise / mean_noise_span_length)
+    noise, spans = noise_and_spans(tokens, noise_density, mean_noise_span_length)
     return tokens - noise + spans + 1, noise + spans + 1
 
   tokens = inputs_length - 1

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rosetta_t5.config.language.statements import read_program
+from rosetta_t5.config.t5x_surface import RECIPES
 from rosetta_t5.data import DatasetConfig, file_task, get_dataset, mixture, prepare_train_iter
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
@@ -99,6 +101,28 @@ def test_ul2_puts_its_modes_before_the_inputs_and_mixes_all_denoisers(
     assert found
     assert all(e["inputs"][: len(tokens)].tolist() == tokens for e in found)
     assert all(len(e["inputs"]) <= 32 and len(e["targets"]) <= 32 for e in found)
+
+
+@pytest.mark.parametrize(
+  "variant", sorted((RECIPES / "runs/ul2").glob("*.gin")), ids=lambda f: f.stem
+)
+def test_the_variants_of_ul2_mix_their_denoisers_at_their_rates(
+  variant: Any, pattern: str, vocabulary: Any
+) -> None:
+  (rows,) = (
+    b.value
+    for b in read_program([str(variant)]).effective_bindings().values()
+    if b.name == "UL2_DENOISERS"
+  )
+  name = file_task(pattern, vocabulary=vocabulary, objective="ul2", denoisers=rows)
+  seqio = import_seqio()
+  mixed = seqio.get_mixture_or_task(name)
+  found = [mixed.get_rate(task) for task in seqio.get_subtasks(mixed)]
+  assert sorted(found) == sorted(rate for *_, rate in rows)
+  first = vocabulary.encode(rows[0][0])
+  made = examples(f"{name}_denoiser0")
+  assert made
+  assert all(e["inputs"][: len(first)].tolist() == first for e in made)
 
 
 def test_seq2seq_accepts_templates(pattern: str, vocabulary: Any) -> None:

@@ -41,6 +41,7 @@ class PreparedTask:
     name: the task's name in logs and metrics.
     noise_density: fraction of the tokens that span_corruption drops.
     mean_span_length: mean number of tokens in a span that span_corruption drops.
+    denoisers: those of "ul2", as for `data.file_task`; None for the seven of the paper.
   """
 
   tasks = ()  # of SeqIO's
@@ -51,6 +52,7 @@ class PreparedTask:
   name: str = "prepared"
   noise_density: Rate = 0.15
   mean_span_length: PositiveNumber = 3.0
+  denoisers: Sequence[Sequence[Any]] | None = None
 
   def __post_init__(self) -> None:
     check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
@@ -87,7 +89,7 @@ class PreparedTask:
     return ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
 
   def objectives(self, lengths: Mapping[str, int], tokenizer: Any) -> list[BatchObjective]:
-    """Returns a list with the objective; for "ul2", with its seven denoisers.
+    """Returns a list with the objective; for "ul2", with its denoisers.
 
     Args:
       lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
@@ -103,12 +105,15 @@ class PreparedTask:
       )
     if self.objective == "causal_lm":
       return [_objective("Plain", _causal_lm, lengths["targets"])]
-    denoisers = {
-      "span_corruption": [Denoiser("", self.noise_density, self.mean_span_length)],
-      "prefix_lm": [Denoiser("", None, None)],
-      "ul2": objectives.UL2_DENOISERS.values(),
-    }
-    return [self._fit(denoiser, lengths, tokenizer) for denoiser in denoisers[self.objective]]
+    return [self._fit(denoiser, lengths, tokenizer) for denoiser in self._mixed()]
+
+  def _mixed(self) -> list[Denoiser]:
+    """Returns the denoisers that make the examples; for causal_lm, one that stands for it."""
+    if self.objective == "ul2":
+      return list(objectives.ul2_denoisers(self.denoisers).values())
+    if self.objective == "span_corruption":
+      return [Denoiser("", self.noise_density, self.mean_span_length)]
+    return [Denoiser("", None, None)]
 
   def _fit(self, denoiser: Denoiser, lengths: Mapping[str, int], tokenizer: Any) -> BatchObjective:
     """Returns an objective whose segments fill both features, including one end token in each."""
@@ -122,16 +127,12 @@ class PreparedTask:
       return _objective("Ending", _prefix_lm, length, **settings, **_end_of(tokenizer))
     assert density is not None
     room = lengths["inputs"] - len(mode)
-    longest = objectives.segment_length(room, lengths["targets"], density, mean)
-    # T5's formula counts no sentinel if less than half a span is dropped. Then a shorter segment fits.
-    for length in range(longest, 1, -1):
-      noise, spans = objectives.noise_and_spans(length, density, mean)
-      if length - noise + spans + 1 <= room and noise + spans + 1 <= lengths["targets"]:
-        break
-    else:
+    if room < 4:  # two tokens, of which one is dropped, take three
       raise ValueError(
         f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
       )
+    length = objectives.segment_length(room, lengths["targets"], density, mean)
+    _, spans = objectives.noise_and_spans(length, density, mean)
     objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)
     vocab_size = tokenizer.size + self.extra_ids
     settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size, "mode": mode}
@@ -149,13 +150,14 @@ class PreparedTask:
     found = self.objectives(lengths, open_vocabulary(self.folders[0]))
     pairs = itertools.product(streams, found)
     rates = self.rates or [float(stream.size) for stream in streams]
+    drawn = [rate * denoiser.rate for rate in rates for denoiser in self._mixed()]
     segments = [
       prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
       for number, (stream, objective) in enumerate(pairs)
     ]
     return BatchSequence(
       sources=list(zip(segments, found * len(streams), strict=True)),
-      mixture=prepared_batches.RateMixture([rate for rate in rates for _ in found], seed),
+      mixture=prepared_batches.RateMixture(drawn, seed),
       lengths=lengths,
       batch_size=cfg.batch_size,
       rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
@@ -195,11 +197,14 @@ def prepared_task(
   name: str = "prepared",
   noise_density: Rate = 0.15,
   mean_span_length: PositiveNumber = 3.0,
+  denoisers: Sequence[Sequence[Any]] | None = None,
 ) -> PreparedTask:
   """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
   folders = (folders,) if isinstance(folders, str) else tuple(folders)
   rates = tuple(rates) if rates else None
-  return PreparedTask(folders, objective, rates, extra_ids, name, noise_density, mean_span_length)
+  return PreparedTask(
+    folders, objective, rates, extra_ids, name, noise_density, mean_span_length, denoisers
+  )
 
 
 def _objective(

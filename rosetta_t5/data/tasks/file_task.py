@@ -40,6 +40,7 @@ def file_task(
   on_bad_example: Annotated[str, one_of(POLICIES)] = "skip",
   metrics: Sequence[Annotated[str, one_of(known_metrics.__all__)]] = (),
   name: str | None = None,
+  denoisers: Sequence[Sequence[Any]] | None = None,
 ) -> str:
   """Registers a SeqIO task, or UL2's mixture, that reads files, and returns its name.
 
@@ -66,11 +67,15 @@ def file_task(
     on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     metrics: names of functions in rosetta_t5.data.task_metrics, for evaluation by predictions.
     name: the task's name; None derives one from the arguments.
+    denoisers: for "ul2", (mode text, density, mean span length, rate) of each denoiser, where a length
+      of None means one span at the end; None for the seven of the paper. See gin/runs/ul2.
 
   Raises:
     ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
   """
-  digest = digest_of_arguments(dict(sorted(locals().items())))
+  digest = digest_of_arguments(
+    {key: value for key, value in sorted(locals().items()) if (key, value) != ("denoisers", None)}
+  )
   for metric in metrics:
     check_one_of("each of file_task.metrics", metric, known_metrics.__all__)
   templates = _templates(objective, text, inputs, targets)
@@ -90,7 +95,8 @@ def file_task(
     "validation_percent": None if validation_files else validation_percent,
   }
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
-  _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics])
+  mixed = objectives.ul2_denoisers(denoisers)
+  _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics], mixed)
   return name
 
 
@@ -285,7 +291,13 @@ def create_task_from_tfexample_file(
   return name
 
 
-def _register(name: str, source: Any, vocabulary: Any, metric_fns: Sequence[Any]) -> None:
+def _register(
+  name: str,
+  source: Any,
+  vocabulary: Any,
+  metric_fns: Sequence[Any],
+  denoisers: Mapping[str, objectives.Denoiser],
+) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
   from rosetta_t5.data.reading.file_source import CountedTask
 
@@ -293,7 +305,7 @@ def _register(name: str, source: Any, vocabulary: Any, metric_fns: Sequence[Any]
   inputs = {} if objective == "causal_lm" else {"inputs": input_feature(vocabulary)}
   tasks: dict[str, objectives.Denoiser | None] = {name: None}
   if objective == "ul2":
-    tasks = {f"{name}_{key}": denoiser for key, denoiser in objectives.UL2_DENOISERS.items()}
+    tasks = {f"{name}_{key}": denoiser for key, denoiser in denoisers.items()}
   for task, denoiser in tasks.items():
     seqio.TaskRegistry.add(
       task,
@@ -304,7 +316,8 @@ def _register(name: str, source: Any, vocabulary: Any, metric_fns: Sequence[Any]
       task_cls=CountedTask,
     )
   if objective == "ul2":
-    seqio.MixtureRegistry.add(name, list(tasks), default_rate=1)
+    rates = [denoiser.rate for denoiser in denoisers.values()]
+    seqio.MixtureRegistry.add(name, list(zip(tasks, rates, strict=True)))
 
 
 def _templates(

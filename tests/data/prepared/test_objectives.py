@@ -11,6 +11,7 @@ import pytest
 
 from rosetta_t5.data.objectives import (
   UL2_DENOISERS,
+  Denoiser,
   denoise_with_mode,
   warn_of_missing_sentinels,
 )
@@ -211,3 +212,37 @@ def test_features_fit_into_short_rows(length: int) -> None:
   for tokens, _, made in features("ul2", lengths={"inputs": length, "targets": length}):
     assert tokens.shape[1] > length // 3
     assert all(values.shape[1] <= length for values in made.values())
+
+
+SHORT_AND_LONG = [("[R]", 0.15, 3, 1), ("", 0.15, 64, 1), ("[S]", 0.25, None, 6)]
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_given_denoisers_have_their_modes_densities_spans_and_fill_the_inputs(size: int) -> None:
+  made = features("ul2", lengths={"inputs": size, "targets": size}, denoisers=SHORT_AND_LONG)
+  for (_, objective, pair), (mode, density, mean, _) in zip(made, SHORT_AND_LONG, strict=True):
+    tokens = encode(mode)
+    np.testing.assert_array_equal(pair["inputs"][:, : len(tokens)], [tokens] * 40)
+    if mean is not None:
+      dropped = np.count_nonzero((pair["targets"] > 1) & (pair["targets"] < PIECES), axis=1)
+      assert set(dropped) == {round(objective.length * density)}
+      spans = np.count_nonzero(pair["targets"] >= PIECES, axis=1)
+      assert set(spans) == {max(1, round(dropped[0] / mean))}
+      assert set(np.count_nonzero(pair["inputs"], axis=1)) <= {size, size - 1}
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_seqio_rows_of_one_long_span_lose_no_token(size: int) -> None:
+  lengths = {"inputs": size, "targets": size}
+  tokens = np.random.default_rng(0).integers(3, PIECES, 6000, np.int32)
+  denoiser = Denoiser("", 0.15, 64.0)
+  rows = corrupted_by(denoise_with_mode, tokens, lengths, denoiser=denoiser)
+  assert len(rows) > 50
+  assert {(row["targets"] >= PIECES).sum() for row in rows} == {1}
+  assert max(len(row["inputs"]) for row in rows) == size - 1  # an end token follows
+
+
+@pytest.mark.parametrize("row", [("[R]", 3, 0.15, 1), ("[R]", 0.15, 3), ("[R]", 0.15, 3, 0)])
+def test_wrong_denoisers_are_refused(row: tuple) -> None:
+  with pytest.raises(ValueError, match=r"mode text, density between 0 and 1.*got \("):
+    features("ul2", denoisers=[row])
