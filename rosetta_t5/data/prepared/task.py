@@ -18,7 +18,7 @@ import numpy as np
 from rosetta_t5.argument_types import NonNegative, PositiveNumber, Rate, check_one_of, one_of
 from rosetta_t5.data import objectives
 from rosetta_t5.data.dataset_config import DatasetConfig
-from rosetta_t5.data.objectives import Denoiser
+from rosetta_t5.data.denoisers import Denoiser, ul2_denoisers
 from rosetta_t5.data.prepared import prepared_batches
 from rosetta_t5.data.prepared.prepared_batches import BatchObjective, BatchSequence, HostBatch
 from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, open_vocabulary, read_manifest
@@ -110,7 +110,7 @@ class PreparedTask:
   def _mixed(self) -> list[Denoiser]:
     """Returns the denoisers that make the examples; for causal_lm, one that stands for it."""
     if self.objective == "ul2":
-      return list(objectives.ul2_denoisers(self.denoisers).values())
+      return list(ul2_denoisers(self.denoisers).values())
     if self.objective == "span_corruption":
       return [Denoiser("", self.noise_density, self.mean_span_length)]
     return [Denoiser("", None, None)]

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from rosetta_t5.argument_types import Percentage, Positive, PositiveNumber, check_one_of, one_of
 from rosetta_t5.data import objectives, reading
 from rosetta_t5.data import task_metrics as known_metrics
+from rosetta_t5.data.denoisers import Denoiser, ul2_denoisers
 from rosetta_t5.data.local_copies import T5_VOCABULARY
 from rosetta_t5.data.reading.examples import POLICIES
 from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
@@ -95,7 +96,7 @@ def file_task(
     "validation_percent": None if validation_files else validation_percent,
   }
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
-  mixed = objectives.ul2_denoisers(denoisers)
+  mixed = ul2_denoisers(denoisers)
   _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics], mixed)
   return name
 
@@ -296,14 +297,14 @@ def _register(
   source: Any,
   vocabulary: Any,
   metric_fns: Sequence[Any],
-  denoisers: Mapping[str, objectives.Denoiser],
+  denoisers: Mapping[str, Denoiser],
 ) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
   from rosetta_t5.data.reading.file_source import CountedTask
 
   feature, objective = seqio.Feature(vocabulary, add_eos=True), source.arguments["objective"]
   inputs = {} if objective == "causal_lm" else {"inputs": input_feature(vocabulary)}
-  tasks: dict[str, objectives.Denoiser | None] = {name: None}
+  tasks: dict[str, Denoiser | None] = {name: None}
   if objective == "ul2":
     tasks = {f"{name}_{key}": denoiser for key, denoiser in denoisers.items()}
   for task, denoiser in tasks.items():

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rosetta_t5.data.denoisers import UL2_DENOISERS, Denoiser
 from rosetta_t5.data.objectives import (
-  UL2_DENOISERS,
-  Denoiser,
   denoise_with_mode,
   warn_of_missing_sentinels,
 )
