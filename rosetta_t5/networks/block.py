@@ -26,11 +26,11 @@ from rosetta_t5.parallel.placement import constrain
 
 
 class Block(nn.Module):
-  """A layer, whose parts are each computed after a norm and inside a residual connection.
+  """A layer: attention and a feed-forward block, each between a norm and a residual connection.
 
   Attributes:
     config: sizes and settings.
-    kind: what distinguishes this layer.
+    kind: the properties in which this layer may differ from others.
   """
 
   config: NetworkConfig
@@ -75,8 +75,8 @@ class Block(nn.Module):
     if cfg.positions == "relative" and cfg.bias_per_layer:
       bias = relative_bias(cfg, kind.side, x, inputs)
     window = None if kind.window is None else kind.window[0]
-    further = self._further_keys(x, inputs)
-    attention = self._attention(name, rope=kind.rope, window=window, merges_encoded=bool(further))
+    extra = self._extra_keys(x, inputs)
+    attention = self._attention(name, rope=kind.rope, window=window, merges_encoded=bool(extra))
     return attention(
       x,
       x,
@@ -88,11 +88,11 @@ class Block(nn.Module):
       prefill_lengths=inputs.prefill_lengths,
       positions=inputs.positions,
       rows=inputs.rows,
-      **further,
+      **extra,
     )
 
-  def _further_keys(self, x: jax.Array, inputs: LayerInputs) -> dict[str, Any]:
-    """Returns what self-attention attends to besides tokens: encoded inputs, or sums of blocks of tokens."""
+  def _extra_keys(self, x: jax.Array, inputs: LayerInputs) -> dict[str, Any]:
+    """Returns arguments for what self-attention attends to besides tokens: encoded inputs, or sums of blocks."""
     cfg, ids_BT = self.config, inputs.block_ids
     if self.kind.merges_encoded:
       return {"encoded": inputs.encoded, "encoded_mask": inputs.cross_visible}
@@ -123,12 +123,12 @@ class Block(nn.Module):
       softcap=cfg.attention_softcap,
       make_head_norm=functools.partial(make_norm, cfg, axis="kv") if cfg.qk_norm else None,
       name=name,
-      **self._of_projections(),
+      **self._projection_attributes(),
       **attributes,
     )
 
-  def _of_projections(self) -> dict[str, Any]:
-    """Returns the attributes that all projections of the layer have."""
+  def _projection_attributes(self) -> dict[str, Any]:
+    """Returns the attributes that all projections of the layer share."""
     cfg = self.config
     shared: dict[str, Any] = {"dtype": cfg.dtype, "matmul": cfg.matmul}
     if cfg.init_stddev is not None:
@@ -142,7 +142,7 @@ class Block(nn.Module):
       "activations": cfg.mlp_activations,
       "intermediate_dropout_rate": cfg.dropout_rate,
       "use_bias": cfg.use_bias or cfg.mlp_bias,
-      **self._of_projections(),
+      **self._projection_attributes(),
     }
     if not self.kind.has_experts:
       block = MlpBlock(**attributes, row_axes=cfg.row_axes, name="mlp")
@@ -159,7 +159,9 @@ class Block(nn.Module):
 def relative_bias(
   config: NetworkConfig, side: str, x: jax.Array, inputs: LayerInputs
 ) -> Float[jax.Array, "1 H T S"]:
-  """Returns T5's bias for activations inside the layers, from a table of the module that is being called.
+  """Returns T5's relative bias; its table is a parameter of the module that calls this function.
+
+  `x` are activations inside the layers.
 
   In a decoding step it covers the cache, because the only query can be at any position.
   """

@@ -70,14 +70,14 @@ class NetworkConfig(ExpertSettings):
       queries, Ainslie et al. 2023); None for `num_heads`.
     scale_queries: whether queries, rather than the query kernel's initial values, are divided by
       √head_dim.
-    query_scale: the factor of queries instead of 1/√head_dim; implies `scale_queries`.
+    query_scale: what queries are multiplied by, in place of 1/√head_dim; implies `scale_queries`.
     qk_norm: whether each head's queries and keys are normalized, before positions are added.
-    attention_softcap: attention logits are softly limited to this absolute value, c·tanh(x/c) (Gemma 2).
-    logit_softcap: the same for the logits of the output layer.
-    use_bias: whether all projections but the output layer have biases.
-    qkv_bias: whether those of queries, keys and values have them.
-    attention_bias: whether all four of attention have them.
-    mlp_bias: whether those of feed-forward blocks have them.
+    attention_softcap: the soft limit c of attention logits, which become c·tanh(x/c) (Gemma 2); None for none.
+    logit_softcap: the soft limit of the output layer's logits.
+    use_bias: whether all projections except the output layer have biases.
+    qkv_bias: whether the projections to queries, keys and values have biases.
+    attention_bias: whether all four projections of attention have biases.
+    mlp_bias: whether the projections of feed-forward blocks have biases.
     positions: 'relative' adds T5's bias to attention logits; 'learned' adds a learned vector to each
       token's embedding; 'rotary' rotates queries and keys.
     num_buckets: the number of buckets of T5's relative bias.
@@ -87,31 +87,33 @@ class NetworkConfig(ExpertSettings):
     rope_theta: the base of the frequencies of rotary positions.
     rope_interleaved: which features are rotated together; see `Rope`.
     rope_scaling: Hugging Face's dictionary of that name; see `Rope`. None for no scaling.
-    local_rope_theta: the base in local layers, which have no scaling then; None for the same frequencies.
+    local_rope_theta: the base in local layers, whose frequencies are then not scaled; None for the frequencies
+      of global layers.
     layer_pattern: the kinds of the layers, 'global' or 'local', repeated up to the number of layers.
     window: in local layers, how many tokens a token sees in each direction, itself included.
-    window_ahead: how many it sees after it, itself included, in local layers of an encoder; None for
-      `window`.
+    window_ahead: in local layers of an encoder, how many tokens a token sees from its own position onwards,
+      itself included; None for `window`.
     global_block_size: the number of tokens in a block whose sum is one more key in an encoder (LongT5's
       transient global attention); None for no blocks.
     merged_attention: whether the decoder's self-attention also attends to the encoded inputs, with the
       same kernels and without positions, instead of cross-attention (T5Gemma 2). It uses XLA's kernel.
-    norm: 'rms' for T5's norm, 'rms_plus_one' for one whose stored scale is that minus 1 (Gemma), 'layer'
-      for the one with mean and bias, 'layer_without_bias' for that without bias (Cohere).
+    norm: 'rms' for T5's norm; 'rms_plus_one' for RMS norm by 1 + the stored scale (Gemma); 'layer' for
+      LayerNorm, with mean and bias; 'layer_without_bias' for LayerNorm without the bias (Cohere).
     norm_epsilon: added to the mean square, or to the variance.
     post_norms: whether the outputs of attention and feed-forward blocks are normalized too (Gemma 2).
-    parallel_blocks: whether attention and feed-forward block have the same input and are added (Cohere).
-    embedding_scale: the factor of tokens' embeddings.
+    parallel_blocks: whether attention and the feed-forward block read the same input, and both outputs are
+      added to it (Cohere).
+    embedding_scale: what tokens' embeddings are multiplied by.
     end_of_image_id: the token that ends an image, whose embedding is not in the table (T5Gemma 2).
     shared_embedding: whether encoder and decoder have one embedding table.
     divide_tied_logits: whether logits from the embedding table are divided by √emb_dim.
-    logit_scale: the factor of logits.
+    logit_scale: what logits are multiplied by.
     init_stddev: the standard deviation of all initial kernels and tables; None for T5's.
     pad_id: the token that is padding: nothing attends to it, and it has no loss.
     padding_never_follows: whether padding has probability 0.
-    unused_rows: how many of the table's last rows are no tokens; they have probability 0.
-    decoder_start_token_id: the token whose embedding starts the decoder. Texts still start with `pad_id`,
-      which never occurs in them.
+    unused_rows: how many rows at the table's end belong to no token; they have probability 0.
+    decoder_start_token_id: the token whose embedding starts the decoder's inputs; None for `pad_id`. Batches
+      start with `pad_id` in any case, and the network replaces it.
     decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
     scan_layers: whether layers are scanned and their parameters stacked under `decoder/decoder`, which
       suits deep models.
@@ -196,7 +198,7 @@ class NetworkConfig(ExpertSettings):
       raise ValueError(f"{self.name}.{contradiction}")
 
   def _contradiction(self) -> str | None:
-    """Returns what must be changed, which begins with the name of a field; None if nothing must be."""
+    """Returns the rest of an error message, which begins with a field's name; None if the settings are valid."""
     heads, groups, window = self.num_heads, self.kv_heads, self.window
     if jnp.dtype(self.dtype) == jnp.float16:
       return "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
@@ -264,7 +266,7 @@ class NetworkConfig(ExpertSettings):
 
   @property
   def kernel(self) -> str:
-    """The attention kernel that is computed: XLA's with blocks, and for `auto` until a run has measured others."""
+    """The attention kernel in use: `xla` if there are blocks, or while `auto` has not been replaced by a run."""
     is_xla = self.attention_kernel == "auto" or self.global_block_size is not None
     return "xla" if is_xla else self.attention_kernel
 
@@ -361,7 +363,7 @@ class TransformerConfig(NetworkConfig):
 
 
 def replace_config(model: Any, **changes: Any) -> Any:
-  """Returns a copy of a model whose module has these other values in its config."""
+  """Returns a copy of a model with these changes in the config of its module."""
   changed = copy.copy(model)
   changed.module = model.module.clone(config=dataclasses.replace(model.network_config, **changes))
   return changed

@@ -1,4 +1,4 @@
-"""What distinguishes the layers of one network: windows, positions, cross-attention and experts."""
+"""The properties in which layers of one network differ: windows, positions, cross-attention, experts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rosetta_t5.networks.layers.positions import Rope
 
 
 class LayerKind(NamedTuple):
-  """What distinguishes the layers of one network.
+  """The properties of a layer that other layers of the network may not have.
 
   Attributes:
     side: the stack, "encoder" or "decoder".
     crosses: whether the layer attends to encoded inputs.
-    merges_encoded: whether its self-attention attends to encoded inputs too.
+    merges_encoded: whether its self-attention also attends to encoded inputs (`merged_attention`).
     window: see `Visibility`; None for a layer that sees all tokens.
     rope: the frequencies of its rotary positions; None for other positions.
     has_experts: whether its feed-forward block has experts.

@@ -1,10 +1,10 @@
-"""What is assumed of a user's own network, whose config may lack the settings of `NetworkConfig`."""
+"""Defaults for the config of a user's own network, which may lack settings of `NetworkConfig`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_ASSUMED: dict[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
   "attention_kernel": "xla",
   "dtype": "float32",
   "fuse_qkv_params": False,
@@ -21,5 +21,5 @@ _ASSUMED: dict[str, Any] = {
 
 
 def setting_of(config: Any, name: str) -> Any:
-  """Returns a setting of a network's config, or what is assumed where it lacks the setting or is None."""
-  return getattr(config, name, _ASSUMED[name])
+  """Returns a setting of a network's config; a default if the config does not have it, or is None."""
+  return getattr(config, name, _DEFAULTS[name])

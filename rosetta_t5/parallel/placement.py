@@ -1,7 +1,7 @@
-"""Where the program that is being traced will run: the one thing that layers and kernels read besides arguments.
+"""The devices for which a program is traced, and how arrays are split over them.
 
-Numbers do not depend on it but for rounding; it decides how they are computed. Only this module reads and sets
-it. It consists of jax's mesh, flax's axis rules, which users' networks read too, and the settings of pipelines.
+This is the only state that layers and kernels read besides their arguments, and only this module reads and sets
+it. It decides how results are computed, which changes them by no more than rounding. It consists of jax's mesh, flax's axis rules, which users' networks read too, and the settings of pipelines.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PipelineSettings:
 
 
 class Placement(NamedTuple):
-  """Where a program runs.
+  """The devices for which a program is traced, and how arrays are split over them.
 
   Attributes:
     mesh: the sizes of the mesh's axes, and the kind of its devices; empty for a single device.
@@ -60,7 +60,7 @@ _pipeline: contextvars.ContextVar[PipelineSettings] = contextvars.ContextVar("pi
 
 
 def current() -> Placement:
-  """Returns where the program that is being traced will run."""
+  """Returns the placement of the program that is being traced."""
   mesh = jax.sharding.get_abstract_mesh()
   return Placement(mesh, flax_partitioning.get_axis_rules(), _pipeline.get(PipelineSettings()))
 
@@ -113,7 +113,7 @@ def constrain(x: jax.Array, names: Sequence[str | None]) -> jax.Array:
 def dividing_axes(names: Sequence[str | None], shape: Sequence[int]) -> tuple[Any, ...]:
   """Returns the mesh axes over which the axis rules split each dimension, as in a PartitionSpec.
 
-  It is None for a dimension that is not split, also because its mesh axes do not divide it.
+  They are None for a dimension that is not split, for example because they do not divide it.
 
   Args:
     names: the logical axis of each dimension of an activation or a matmul, or None.
@@ -138,7 +138,7 @@ def map_over_batch(fn: Callable[[jax.Array], _Result], x: jax.Array) -> _Result:
   just calls `fn`.
 
   Args:
-    fn: treats each row independently; returns arrays whose first dimension is the batch.
+    fn: a function that treats each row independently, and returns arrays whose first dimension is the batch.
     x: [batch, ...].
   """
   (axes,) = dividing_axes(("batch",), x.shape[:1])
@@ -158,7 +158,7 @@ def count_shards(name: str) -> int:
 def context_shards(*lengths: int) -> int:
   """Returns into how many parts the mesh axis `context` splits rows; 1 without a mesh.
 
-  Rows of lengths that it does not divide are not split. Training refuses such lengths.
+  The result is 1 if it does not divide one of the lengths. Training refuses such lengths.
   """
   shards = current().mesh.shape.get(CONTEXT_AXIS, 1)
   return 1 if any(length % shards for length in lengths) else shards

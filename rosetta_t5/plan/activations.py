@@ -18,19 +18,20 @@ from flax.linen import partitioning as flax_partitioning
 from rosetta_t5.parallel.mesh import BATCH_AXES, axis_names
 from rosetta_t5.traced.program import STORED, Segment, Value
 
-# The operations whose result is the same bytes.
+# Operations whose result has the bytes of their operand.
 _VIEWS = re.compile(
   "reshape|transpose|sharding_constraint|squeeze|copy|optimization_barrier|stop_gradient"
 )
-# The operations whose gradient needs neither operands nor result.
+# Operations whose gradient needs neither operands nor result.
 _LINEAR = re.compile(
   "add|sub|neg|add_any|convert_element_type|broadcast_in_dim|reduce_sum|concatenate|pad|slice|split|stack"
   "|dynamic_slice|dynamic_update_slice|cumsum|rev|gather|scatter.*|while|" + _VIEWS.pattern
 )
-# The operations that XLA does not compute together with those before them.
+# Operations that read their operands from memory: XLA does not fuse them with those before them.
 _FROM_MEMORY = re.compile("dot_general|conv_general_dilated|sort|top_k|pallas_call")
-# The gradient of each operand needs the other operands only.
+# Operations in which the gradient of each operand needs the other operands only.
 _PRODUCTS = ("mul", "div", "dot_general", "select_n")
+# Names of rematerialization policies, except for RECOMPUTED; see `Activations.kept`.
 KEEP_NOTHING = ("full", "nothing_saveable")
 RECOMPUTED = "recomputed"
 KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
@@ -42,7 +43,7 @@ _POLICIES = {
 
 
 class Activations:
-  """What is kept of each segment of a program; see `traced.program.read_program`."""
+  """The arrays that each segment of a program keeps; see `traced.program.read_program`."""
 
   def __init__(self, segments: Sequence[Segment], examples: int):
     """Reads a program.
@@ -58,7 +59,7 @@ class Activations:
     self.kept = functools.cache(self._kept)
 
   def is_pair(self, value: Value) -> bool:
-    """Returns whether an array is one of attention's logits and probabilities, or between them."""
+    """Returns whether an array has a number for each query and key: logits, probabilities, and those between."""
     return id(value) in self._pairs
 
   def _kept(self, policy: str, is_fused: bool) -> list[list[Value]]:
@@ -83,7 +84,7 @@ class Activations:
     return [list(each.values()) for each in found]
 
   def _kept_by_xla(self, part: Segment) -> Iterator[Value]:
-    """Yields what the gradients of a segment read, and what else they need is computed from."""
+    """Yields the arrays that XLA stores for the gradients of a segment; it computes the others from these."""
     for value in part.values:
       for operand in needed_operands(value):
         if _FROM_MEMORY.fullmatch(value.primitive):
@@ -92,7 +93,7 @@ class Activations:
           yield from self.roots(operand)
 
   def _kept_by_policy(self, number: int, policy: str, is_fused: bool) -> Iterator[Value]:
-    """Yields what a rematerialized layer keeps: its inputs, and what the policy saves of what is needed."""
+    """Yields what a rematerialized layer keeps: its inputs, and the results of matmuls that the policy saves."""
     saves: Any = _POLICIES.get(policy) or getattr(jax.checkpoint_policies, policy)
     stack = [x for value in self.segments[number].values for x in needed_operands(value)]
     seen = set()
@@ -115,7 +116,7 @@ class Activations:
         stack += value.operands
 
   def _is_stored(self, value: Value) -> bool:
-    """Returns whether XLA stores a result: a layer's, a matmul's, or a sum that a matmul adds."""
+    """Returns whether XLA stores a result: of a layer, of a matmul (see STORED), or of an addition fused with one."""
     if value.is_boundary or STORED.fullmatch(value.primitive):
       return True
     if value.primitive != "add":
@@ -126,7 +127,7 @@ class Activations:
     return first.primitive == "dot_general" and first not in self.roots(second)
 
   def roots(self, value: Value) -> list[Value]:
-    """Returns the stored arrays from which elementwise operations compute an array."""
+    """Returns the stored arrays from which XLA computes an array by elementwise operations."""
     value = stored_view(value)
     if id(value) not in self._roots:
       self._roots[id(value)] = []
@@ -152,14 +153,14 @@ def needed_operands(value: Value) -> Iterator[Value]:
 
 
 def stored_view(value: Value) -> Value:
-  """Returns the array whose bytes a value has, in another shape."""
+  """Returns the array of which a value is a view: the same bytes in another shape."""
   while _VIEWS.fullmatch(value.primitive) and not value.is_boundary:
     value = value.operands[0]
   return value
 
 
 def _pairs_of_attention(part: Segment) -> Iterator[Value]:
-  """Yields the arrays between two matmuls of activations: a fused kernel does not store them."""
+  """Yields the arrays from the first to the second matmul of attention, which a fused kernel does not store."""
   for value in part.values:
     if is_attention(value):
       for operand in value.operands:
@@ -167,7 +168,7 @@ def _pairs_of_attention(part: Segment) -> Iterator[Value]:
 
 
 def _path_to_matmul(value: Value) -> list[Value]:
-  """Returns the arrays from which an array is computed elementwise, if there is a matmul of attention."""
+  """Returns the arrays from a matmul of attention to an array; [] if it is not computed from one elementwise."""
   path, stack, is_found = [], [value], False
   seen = set()
   while stack:
@@ -186,7 +187,7 @@ def _path_to_matmul(value: Value) -> list[Value]:
 
 
 def is_attention(value: Value) -> bool:
-  """Returns whether an operation multiplies arrays of the same examples."""
+  """Returns whether an operation is a matmul of attention: a batched one of two activations."""
   is_matmul = value.primitive == "dot_general" and value.params["dimension_numbers"][1][0]
   return bool(is_matmul) and all(x.is_batched and x.is_trained for x in value.operands)
 
@@ -207,23 +208,23 @@ class Layout:
     self._specs: dict[int, tuple[Value, list[tuple[str, ...]]]] = {}
 
   def bytes_of(self, value: Value, examples: float, gathered: Sequence[str] = ()) -> float:
-    """Returns the bytes of an array on a device that computes so many examples.
+    """Returns the bytes of an array on one device.
 
     Args:
       value: the array.
-      examples: the examples of a device.
-      gathered: mesh axes over which it is complete.
+      examples: the number of examples that the device computes.
+      gathered: mesh axes over which the array has been gathered.
     """
     axes = [axis for axis in self.axes_of(value) if axis not in gathered]
     size = value.nbytes / math.prod(self._mesh[axis] for axis in axes)
     return size * examples / self._examples if value.is_batched else size
 
   def axes_of(self, value: Value) -> tuple[str, ...]:
-    """Returns the mesh axes over which an array is split, without those of examples."""
+    """Returns the mesh axes over which an array is split, except those that split examples."""
     return tuple(axis for part in self.spec_of(value) for axis in part)
 
   def spec_of(self, value: Value) -> list[tuple[str, ...]]:
-    """Returns the mesh axes of each dimension, without those of examples if it has examples."""
+    """Returns the mesh axes of each dimension, except those that split examples if the array has them."""
     if id(value) not in self._specs:
       self._specs[id(value)] = value, list(self._find_spec(value))
     return self._specs[id(value)][1]
@@ -257,7 +258,7 @@ class Layout:
     return tuple(a for n in matmul.params["dimension_numbers"][0][side] for a in spec[n])
 
   def gathered_for(self, matmul: Value, side: int) -> tuple[str, ...]:
-    """Returns the mesh axes over which a matmul cannot read an operand in parts."""
+    """Returns the mesh axes over which an operand must be gathered before a matmul."""
     spec, dims = self.spec_of(matmul.operands[side]), _dims_of_operand(matmul, side)
     result, other = self.spec_of(matmul), self.contracted_axes(matmul, 1 - side)
     allowed = [result[at] if at is not None else other for at in dims]
@@ -273,7 +274,7 @@ class Layout:
 
 
 def _dims_of_operand(matmul: Value, side: int) -> list[int | None]:
-  """Returns the dimension of the result that each dimension of an operand is; None if it is contracted."""
+  """Returns, for each dimension of an operand, its index in the result; None if it is contracted."""
   contracted, batch = matmul.params["dimension_numbers"]
   num_free = [
     len(x.dims) - len(c) - len(b)
@@ -288,6 +289,6 @@ def _dims_of_operand(matmul: Value, side: int) -> list[int | None]:
 
 @functools.cache
 def _mesh_axes(names: tuple[str | None, ...], rules: tuple[Any, ...]) -> tuple[Any, ...]:
-  """Returns the mesh axes of dimensions; the first of equal names has those of the name."""
+  """Returns the mesh axes of dimensions; if a name is repeated, only its first dimension is split."""
   unique = tuple(name if name not in names[:n] else None for n, name in enumerate(names))
   return tuple(flax_partitioning.logical_to_mesh_axes(unique, rules) or ())

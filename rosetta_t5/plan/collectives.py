@@ -1,10 +1,11 @@
 """The collectives of a training step and their bytes, from its traced loss and the layout of its arrays.
 
-A matmul whose operands are split along a contracted dimension gives sums that are added up over devices, an
-operand that is split along another dimension than the result is gathered, and a gradient is summed over the
-axes that split the examples and positions. So tensor, sequence, expert, context and fully sharded data
-parallelism are one rule each, whatever the network. tests/parallel/test_collectives.py compares the bytes with
-those of compiled steps.
+Three rules cover tensor, sequence, expert, context and fully sharded data parallelism, whatever the network:
+- If the contracted dimension of a matmul is sharded, each device has partial sums of the result, which are added
+  up over devices.
+- If an operand is sharded along a dimension along which the result is not, the operand is gathered.
+- The gradient of a parameter is summed over the mesh axes that shard the examples and positions.
+tests/parallel/test_collectives.py compares the bytes with those of compiled steps.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Collective:
       device's shards.
     why: what is sent: "gradients", "parameters", "activations", "keys", "queries" or "microbatches"
       (everything that stages send to each other).
-    terms: the number of arrays that are added. XLA adds them first and sends only the sum on GPUs
-      (AllReduceReassociate). On CPUs it sends each of them.
+    terms: the number of arrays whose sum is needed. On GPUs, XLA adds them on each device and sends only the
+      sum (AllReduceReassociate); on CPUs, it sends each of them.
   """
 
   kind: str
@@ -67,17 +68,17 @@ def step_collectives(work: Workload) -> list[Collective]:
   sizes: dict[Collective, float] = collections.defaultdict(float)
   for part in work.activations.segments if work.activations else ():
     for each in (
-      *_of_activations(part, work),
-      *_of_parameters(part, work),
-      *_of_stages(part, work),
+      *_activation_collectives(part, work),
+      *_parameter_collectives(part, work),
+      *_stage_collectives(part, work),
     ):
       if each.axes and each.size:
         sizes[dataclasses.replace(each, size=0.0)] += each.size
   return [dataclasses.replace(each, size=size) for each, size in sizes.items()]
 
 
-def _of_activations(part: Segment, work: Workload) -> Iterator[Collective]:
-  """Yields how the arrays of a segment are added up, gathered and sent to experts."""
+def _activation_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields the collectives of a segment's activations, those between tokens and experts included."""
   layout = work.layout
   inputs: dict[int, list[tuple[Value, int]]] = collections.defaultdict(list)
   for value in part.values:
@@ -98,16 +99,18 @@ def _of_activations(part: Segment, work: Workload) -> Iterator[Collective]:
         if operand.is_batched and operand.is_trained:
           inputs[id(stored_view(operand))].append((value, side))
   for readers in inputs.values():
-    yield from _of_input(part, work, readers)
+    yield from _input_collectives(part, work, readers)
 
 
-def _of_input(
+def _input_collectives(
   part: Segment, work: Workload, readers: Sequence[tuple[Value, int]]
 ) -> Iterator[Collective]:
-  """Yields how an input of matmuls is gathered, and how the sums that are its gradient are added up.
+  """Yields the collectives that gather an input of matmuls and sum its gradient over devices.
 
   Args:
-    readers: the matmuls, with the position of the input among the operands of each.
+    part: the segment of the matmuls.
+    work: the step.
+    readers: the matmuls that read the input, each with the index of the input among its operands.
   """
   layout, (matmul, side) = work.layout, readers[0]
   operand = matmul.operands[side]
@@ -134,8 +137,8 @@ def _of_input(
   yield Collective(kind, gathered or summed, whole, why, len(readers))
 
 
-def _of_parameters(part: Segment, work: Workload) -> Iterator[Collective]:
-  """Yields how parameters that a segment reads are gathered, and how their gradients are summed."""
+def _parameter_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields the collectives that gather the parameters of a segment and sum their gradients."""
   if work.schedule.stages > 1 and part.is_scanned:
     return
   readers: dict[int, tuple[Value, list[Value]]] = {}
@@ -146,27 +149,29 @@ def _of_parameters(part: Segment, work: Workload) -> Iterator[Collective]:
         readers.setdefault(id(array), (array, []))[1].append(value)
   own = {id(value) for value in part.values}
   for array, values in readers.values():
-    # Layers have parameters of their own; what was computed before them from a parameter, they share.
+    # Each layer has its own parameters, but all layers share an array that was computed from a parameter
+    # before the first layer.
     is_shared = not array.parameters and id(array) not in own
     layers = 1 if is_shared else part.layers
-    yield from _of_array(array, values, layers, part.layers // layers * len(values), work)
+    yield from _array_collectives(array, values, layers, part.layers // layers * len(values), work)
 
 
-def _of_array(
+def _array_collectives(
   array: Value, readers: Sequence[Value], count: int, terms: int, work: Workload
 ) -> Iterator[Collective]:
-  """Yields how an array that does not depend on the examples is gathered, and its gradient summed.
+  """Yields the collectives that gather an array of parameters and sum its gradient over devices.
 
   Args:
     array: a parameter, or what is computed from parameters only.
-    readers: the operations that read it with examples.
+    readers: the operations that combine it with arrays of examples.
     count: the number of such arrays.
-    terms: the number of sums that are the gradient of one.
+    terms: the number of terms whose sum is the gradient of one such array.
     work: what the step computes.
   """
   layout, is_matmul = work.layout, readers[0].primitive == "dot_general"
   split = set(layout.axes_of(array))
-  # The axes that split examples and positions. An expert is not gathered, and its gradient is complete.
+  # The axes that split examples and positions. The parameters of an expert are not gathered, and its device
+  # computes the whole gradient.
   rows = {*BATCH_AXES, *layout.axes_of(readers[0])} - {PIPELINE_AXIS, *({EXPERT_AXIS} & split)}
   shards = work.present(rows & split & {*BATCH_AXES, CONTEXT_AXIS})
   others = work.present(rows - split)
@@ -190,7 +195,7 @@ def _of_array(
 
 
 def _before_broadcast(value: Value) -> Value:
-  """Returns the array that a value repeats, whose gradient is summed before it is sent."""
+  """Returns the array that a value broadcasts; XLA sums the gradient to its shape before sending it."""
   while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
     value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
   return value
@@ -207,11 +212,11 @@ def _exchanges_experts(value: Value) -> bool:
   return (EXPERT_AXIS in value.axes) != (EXPERT_AXIS in value.operands[0].axes)
 
 
-def _of_stages(part: Segment, work: Workload) -> Iterator[Collective]:
-  """Yields what the stages of a pipeline send to each other, and their parameters.
+def _stage_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
+  """Yields the collectives of a pipeline: those between its stages, and those of its parameters.
 
-  A stage sends the results of its layers and what all layers read, such as masks and the output of an encoder,
-  and the gradients of those that have any.
+  A stage sends the results of its layers, the arrays that all layers read (such as masks and the output of an
+  encoder), and the gradients of those that have one.
   """
   schedule, layout = work.schedule, work.layout
   if schedule.stages == 1 or not part.is_scanned:
@@ -221,7 +226,7 @@ def _of_stages(part: Segment, work: Workload) -> Iterator[Collective]:
   sent = [x for x in read.values() if id(x) not in own]
   rows = work.stage_examples * work.microbatches
   sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows) for x in sent]
-  # In each tick, the microbatch that a stage has finished, and the next one that will enter.
+  # In each tick, a stage sends the microbatch that it has finished, and one that has yet to enter.
   yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * schedule.ticks * sum(sizes), "microbatches")
   results = [layout.bytes_of(x, rows) for x in part.values if x.is_boundary]
   outputs = 2 * schedule.microbatches * sum(results)

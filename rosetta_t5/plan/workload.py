@@ -31,13 +31,13 @@ from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.traced.program import read_program, trace_loss, with_config
 from rosetta_t5.training import InferenceState, TrainState
 
-# Used for unknown lengths. The parameters do not depend on it.
+# Stands for an unknown length. The shapes of the parameters do not depend on it.
 _ANY_LENGTH = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What one step computes.
+  """What one training step computes, and how it is split over devices.
 
   Attributes:
     config: the network's sizes, a `T5Config` or `TransformerConfig`.
@@ -49,8 +49,8 @@ class Workload:
     microbatches: the number of microbatches of a step.
     zero1: whether the optimizer's state is sharded over `data` and the parameters are not.
     loss_chunk_length: the number of target positions whose logits exist at the same time; None for all.
-    remat_policy: what layers keep for the backward pass (see `networks.remat`); None for the policy of
-      the network's config.
+    remat_policy: what layers keep for the backward pass (see `stack.rematerialize`); None for the
+      policy of the network's config.
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
     pipeline: the settings of pipelines; None for the defaults.
@@ -105,7 +105,7 @@ class Workload:
 
   @property
   def stage_examples(self) -> float:
-    """The examples that a device computes at a time in its layers."""
+    """The number of examples that a device computes at a time in its layers."""
     schedule = self.schedule
     return self.examples / self.microbatches * schedule.stages / schedule.microbatches
 
@@ -246,8 +246,8 @@ def batch_shapes(lengths: Mapping[str, int], examples: int = 1) -> dict[str, jax
   return {n: jax.ShapeDtypeStruct((examples, length), jnp.int32) for n, length in names.items()}
 
 
-# Constraints name dimensions that the sizes of the axes of a trace, two, divide; and groups of experts have
-# rows of one device only.
+# Each mesh axis of a trace has two devices, and only dimensions that are divisible by two get names: the
+# examples, and the examples of one device, of which groups of experts consist.
 _TRACED_EXAMPLES = 4
 
 
@@ -279,7 +279,7 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
 
   Args:
     lengths: see `input_lengths`.
-    trained: whether the state includes that of the optimizer.
+    trained: whether the state includes the optimizer's.
   """
   shapes = {
     f"{side}_{kind}_tokens": (batch_size, lengths.get(side, lengths["decoder"]))

@@ -44,14 +44,14 @@ class AttentionMode(enum.Enum):
 
 
 class MultiHeadDotProductAttention(nn.Module):
-  """T5's attention: it has no biases, and its initial query kernel contains the scale of the logits.
+  """Multi-head attention. The defaults are T5's: no biases, and initial query kernels that scale the logits.
 
   Attributes:
     num_heads: the number of heads.
     head_dim: the size of one head.
     dtype: the type of the computation.
-    dropout_rate: dropout of the weights, shared by all queries, and by the queries of a head of keys.
-    kernel_init: initializer of the four kernels; the query's values are divided by √head_dim.
+    dropout_rate: dropout of the attention weights; all queries, and all heads that share keys, drop the same.
+    kernel_init: initializer of the four kernels; see `query_divisor`.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
     nd_kernel: whether the kernels are stored as [embed, heads, kv] and [heads, kv, embed].
@@ -63,16 +63,15 @@ class MultiHeadDotProductAttention(nn.Module):
     attention_kernel: the kernel that computes whole sequences with a `Visibility`; see `kernels.attention`.
     kernel_setting: the setting that names this kernel, for errors.
     use_bias: whether the four projections have biases.
-    qkv_bias: whether the three projections to queries, keys and values have them.
-    num_kv_heads: the number of heads of keys and values, a divisor of `num_heads`; None for as many.
-    query_divisor: what queries are divided by; None if the query kernel's initial values are instead.
+    qkv_bias: whether the projections to queries, keys and values have biases.
+    num_kv_heads: the number of heads of keys and values, a divisor of `num_heads`; None for `num_heads`.
+    query_divisor: what queries are divided by; None to divide the query kernel's initial values by √head_dim.
     softcap: the soft limit of logits; see `xla_attention`.
-    make_head_norm: returns the norm of a name that is applied to each head's queries and keys; None for
-      no such norms.
+    make_head_norm: makes the norm of each head's queries or keys, given its name; None for no such norms.
     rope: the frequencies of rotary positions; None for none.
     window: how many keys a decoding step sees, its own included; None for all.
-    merges_encoded: whether queries also attend to keys and values that the same kernels compute of the
-      encoded inputs, without positions (T5Gemma 2).
+    merges_encoded: whether queries also attend to keys and values that the same kernels compute from the
+      argument `encoded`, without rotary positions (T5Gemma 2, and the blocks of LongT5).
   """
 
   num_heads: int
@@ -130,8 +129,8 @@ class MultiHeadDotProductAttention(nn.Module):
       prefill_lengths: the number of tokens in each prompt; None counts what the first query sees.
       positions: the positions of queries and keys, which `rope` needs.
       rows: which rows of the whole batch these are; None for all.
-      encoded: the encoded inputs, if they are merged.
-      encoded_mask: True where a query may see an encoded input, [B, 1, T, S].
+      encoded: what `merges_encoded` adds to the keys: encoded inputs, or sums of blocks.
+      encoded_mask: True where a query may see a position of `encoded`, [B, 1, T, S].
 
     Raises:
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
@@ -199,7 +198,7 @@ class MultiHeadDotProductAttention(nn.Module):
   ) -> list[jax.Array]:
     """Returns queries, keys and values, [B, T, H, K] and twice [B, S, H, K]; and those of `encoded`.
 
-    In a decoding step, keys and values of encoded inputs are the precomputed ones in the cache's layout.
+    In a decoding step, the keys and values of encoded inputs are precomputed, and in the cache's layout.
     """
     make: Callable[[str], Any] = self.make_head_norm or (lambda name: lambda x: x)
     query_norm, key_norm = make("query_norm"), make("key_norm")
@@ -207,8 +206,8 @@ class MultiHeadDotProductAttention(nn.Module):
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
     fused: tuple[str, ...] = ()
     if self.fuse_qkv_params:
-      is_one = inputs_q is inputs_kv and self.kv_heads == self.num_heads
-      fused = ("query", "key", "value") if is_one else ("key", "value")
+      is_same_input = inputs_q is inputs_kv and self.kv_heads == self.num_heads
+      fused = ("query", "key", "value") if is_same_input else ("key", "value")
     # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
     is_power_of_two = math.log2(self.head_dim) % 2 == 0
     divides_kernel = self.scale_attn_logits and (is_power_of_two or "query" in fused)

@@ -5,12 +5,12 @@ layouts in which the two matmuls of a decoding step read them fastest. (T5X has 
 both. On a CPU, values are then read at half the speed, and every number that a step writes touches a
 cache line of its own.)
 
-The cache of a local layer is as long as its window: position p is in slot p mod length, and replaces the
-position that is one length before it.
+The cache of a local layer is as long as its window: position p is written into slot p mod length, over
+position p - length.
 
-`PRECOMPUTED` is the variable collection of what is the same in every decoding step: the keys and
-values that cross-attention computes from the encoded inputs, and kernels in the type of the matmul, on a
-CPU in the layout that it multiplies fastest. A module writes these variables when the collection is
+`PRECOMPUTED` is the variable collection of arrays that are the same in every decoding step: the keys and
+values of the encoded inputs, and kernels in the type of the matmul (on a CPU also transposed, see
+`layers.matmuls`). A module writes these variables when the collection is
 mutable, and reads them when they are given.
 """
 
@@ -111,6 +111,7 @@ def prompts_to_cache(
     lengths_B: the number of tokens in each prompt.
   """
   if length < k_BSHK.shape[1]:
+    # In the cache of a local layer, each slot has the last position of the prompt that belongs in it.
     position_BL11 = _positions_in_cache(lengths_B - 1, length)[:, :, None, None]
     k_BSHK, v_BSHK = (
       jnp.take_along_axis(x, jnp.maximum(position_BL11, 0), axis=1) for x in (k_BSHK, v_BSHK)

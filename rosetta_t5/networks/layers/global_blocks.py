@@ -1,4 +1,4 @@
-"""Sums of blocks of tokens as further keys of an encoder: LongT5's transient global attention.
+"""Sums of blocks of tokens as additional keys of an encoder: LongT5's transient global attention.
 
 A row is divided into blocks from its first position. Tokens after the last complete block belong to that block,
 and padding to none (Guo et al. 2022, "LongT5", arXiv:2112.07916, section 3.2).
@@ -48,7 +48,7 @@ def block_ids(real_BT: Bool[Array, "B T"], size: int) -> Int[Array, "B T"]:
 
 
 def visible_blocks(ids_BT: Int[Array, "B T"], size: int) -> Bool[Array, "B 1 T G"]:
-  """Returns which of the G blocks of a row's length have tokens; all queries see these."""
+  """Returns which of the G blocks of a row have tokens. All queries see the same blocks."""
   block_G = jnp.arange(ids_BT.shape[1] // size)
   visible_BG = block_G[None] <= jnp.max(ids_BT, axis=1, keepdims=True)
   shape = (ids_BT.shape[0], 1, ids_BT.shape[1], block_G.size)
@@ -73,7 +73,7 @@ def with_block_bias(
 
 
 class BlockBiases(nn.Module):
-  """T5's relative bias between blocks: of a query's own block and each block.
+  """T5's relative bias by the distance from the block of a query to another block.
 
   Attributes:
     config: sizes and settings.

@@ -42,7 +42,7 @@ def plain_matmul(module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
 
 
 def exact_matmul(module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes) -> jax.Array:
-  """Returns x·w, not rounded to fewer than 32 bits, as GPUs do by default."""
+  """Returns x·w in full float32; by default, GPUs round the operands to fewer bits."""
   del module, axes
   return jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
 
@@ -50,7 +50,7 @@ def exact_matmul(module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
 def matmul_of_variables(
   module: nn.Module, x_NI: jax.Array, w_IO: jax.Array, axes: Axes
 ) -> jax.Array:
-  """Returns x·w in the way that the variables of the layer ask for: K-FAC's, or those of decoding."""
+  """Returns x·w; also measures K-FAC's factors, or caches the decoding kernel, if the layer has such variables."""
   if is_measured(module):
     return _measured_matmul(module, x_NI, w_IO)
   if module.has_variable(PRECOMPUTED, "kernel") or module.is_mutable_collection(PRECOMPUTED):
@@ -64,7 +64,7 @@ def is_measured(module: nn.Module) -> bool:
 
 
 def _measured_matmul(module: Any, x_NI: jax.Array, w_IO: jax.Array) -> jax.Array:
-  """Returns x·w; the factors, which belong to the stored kernel, are gradients."""
+  """Returns x·w, with K-FAC's factors of the stored kernel as gradients; see `product_with_factors`."""
   rows, columns = (module.get_variable(KFAC_FACTORS, side) for side in ("rows", "columns"))
   if columns is not None and module.kernel_divisor is not None:
     columns = columns / jnp.square(module.kernel_divisor).astype(columns.dtype)
