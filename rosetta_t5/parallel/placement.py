@@ -1,7 +1,8 @@
 """The devices for which a program is traced, and how arrays are split over them.
 
 This is the only state that layers and kernels read besides their arguments, and only this module reads and sets
-it. It decides how results are computed, which changes them by no more than rounding. It consists of jax's mesh, flax's axis rules, which users' networks read too, and the settings of pipelines.
+it. It decides how results are computed, which changes them by no more than rounding. It consists of jax's mesh,
+flax's axis rules, which users' networks read too, and the settings of pipelines.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ Features = Mapping[str, Any]
 
 
 class TaskFeatureConverter:
-  """A SeqIO feature converter with what it does not know.
+  """A SeqIO feature converter that also supports weights of tokens and rows without a start token.
 
-  A task may have a weight for each token of its targets. SeqIO's converters pack, shift and pad tokens
-  without such weights, so the tokens' signs keep them. And the decoder of a folder whose tokenizer begins no
+  A task may have a weight for each token of its targets. SeqIO's converters pack, shift and pad tokens without
+  such weights, so tokens of weight 0 are negative while the converter runs. The decoder of a folder whose tokenizer begins no
   text with a token, such as Qwen's, reads texts without a start token.
   """
 
@@ -54,7 +54,7 @@ def _read_signs(features: Features) -> Features:
 
 
 def _drop_start(features: Features) -> Features:
-  """Makes the first token the first input; the start of a packed row's later texts becomes padding."""
+  """Makes the first token the first input; where a packed row's next text started, there is padding."""
   moved = {name: tf.concat([x[1:], tf.zeros_like(x[:1])], 0) for name, x in features.items()}
   is_read = tf.cast(moved["decoder_input_tokens"] > 0, tf.int32)
   for name in {"decoder_target_tokens", "decoder_loss_weights"} & {*moved}:

@@ -86,7 +86,7 @@ def chat_task(
 
 
 def _render(record: Mapping[str, Any], template: Any, is_seq2seq: bool) -> Mapping[str, str] | str:
-  """Returns a conversation's examples as JSON: its texts with spans, or its prompts with answers."""
+  """Returns a conversation's examples as JSON (texts with spans, or prompts with answers), or why it has none."""
   from rosetta_t5.data.vocabularies.chat_template import conversation_of
 
   messages = conversation_of(record)
@@ -102,7 +102,9 @@ def _render(record: Mapping[str, Any], template: Any, is_seq2seq: bool) -> Mappi
 def _tokenize_conversations(
   dataset: tf.data.Dataset, sequence_length: Any, output_features: Mapping[str, Any]
 ) -> tf.data.Dataset:
-  """Makes targets and weights of texts with spans. A decoder's start token is the text's begin token."""
+  """Makes targets and weights from texts with spans.
+
+  SeqIO starts a decoder's row with the start token, so a text's own begin token is dropped."""
   vocabulary = output_features["targets"].vocabulary
   length = (sequence_length or {}).get("targets")
 
@@ -119,7 +121,7 @@ def _tokenize_conversations(
 def _tokenize_turns(
   dataset: tf.data.Dataset, sequence_length: Any, output_features: Mapping[str, Any]
 ) -> tf.data.Dataset:
-  """Makes inputs of the ends of prompts, and targets of answers."""
+  """Makes inputs from the ends of prompts, and targets from answers."""
   vocabulary = output_features["targets"].vocabulary
   length = (sequence_length or {}).get("inputs", 0)
 

@@ -25,7 +25,7 @@ COLUMNS = ("messages", "conversations")
 _KEYS = {"from": "role", "value": "content"}
 _ROLES = {"human": "user", "gpt": ASSISTANT}
 _MARK = "\ufdd0"  # around what {% generation %} contains; no text has this character
-_PROBE = "OK"
+_PROBE = "OK"  # the content of the messages with which `end_id` reads the template
 
 
 def conversation_of(record: Mapping[str, Any]) -> list[Message] | str:
@@ -107,7 +107,7 @@ class ChatTemplate:
         add_generation_prompt=add_generation_prompt,
         **self._variables,
       )
-    except Exception as error:  # Templates compute what they like.
+    except Exception as error:  # A template is a program, which may raise anything.
       roles = ", ".join(message["role"] for message in messages)
       raise ValueError(
         f"the chat template in {self._path} refuses a conversation with the roles {roles}: {error}"
@@ -137,8 +137,8 @@ class ChatTemplate:
   def rows(self, messages: Sequence[Message]) -> list[tuple[str, list[Span]]]:
     """Returns texts to train on, each with what the assistant wrote in it.
 
-    It is one text, unless the template renders a turn in another way when others follow. A template may
-    mark what the assistant wrote with {% generation %}, as for Transformers.
+    A conversation is one text, unless the template renders a turn differently when others follow it. Then
+    there are several. A template may mark what the assistant wrote with {% generation %}, as for Transformers.
 
     Raises:
       ValueError: see `answers`.

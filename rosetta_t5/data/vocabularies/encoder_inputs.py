@@ -9,7 +9,7 @@ from rosetta_t5.data.tensorflow_import import seqio, tf
 
 
 def input_feature(vocabulary: Any, add_eos: bool = True, **options: Any) -> seqio.Feature:
-  """Returns the feature of inputs, without end token if the vocabulary's folder adds none to an encoder's."""
+  """Returns the feature of inputs, without an end token if the folder's tokenizer adds none to them."""
   add_eos = add_eos and getattr(vocabulary, "ends_inputs", True)
   return seqio.Feature(vocabulary, add_eos=add_eos, **options)
 

@@ -1,4 +1,4 @@
-"""Vocabularies of gin files and tasks: made of tokenizers, compared with the model's, decoded."""
+"""Vocabularies of gin files and tasks: makes them from tokenizers, compares them with the model's, and decodes."""
 
 from __future__ import annotations
 
@@ -188,9 +188,8 @@ def tokenizer_vocabulary(
   Args:
     file: tokenizer.json, or a folder with it, a local path.
     eos_token: the token that ends a text, such as "</s>"; None for that of the folder's other files.
-    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher. None to find it out: 1 if
-      config.json beside it is a decoder's and has another `pad_token_id`, or if token 0 is text.
-
+    shift: 1 if the tokenizer's token 0 is not padding: all ids are then one higher. None for 1 if
+      config.json beside it is a decoder's and has another `pad_token_id`, or if token 0 is text; else 0.
     extra_ids: the number of sentinels after its last id, if the tokenizer has none of its own.
 
   Raises:

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say about its use, as Transformers 5 reads them.
+"""What the files beside a tokenizer.json specify about its use, as Transformers 5 reads them.
 
 tokenizer_config.json (earlier special_tokens_map.json and added_tokens.json too) names special tokens and
 adds tokens, config.json says where texts end and whether the model has an encoder, and chat templates are in
@@ -60,7 +60,7 @@ class TokenizerFolder:
     tokenizer.add_tokens(new)
 
   def shift(self, tokenizer: Any) -> int:
-    """Returns 1 if ids must be one higher, because token 0 is text or a decoder's padding is another."""
+    """Returns 1 if ids must be one higher, because token 0 is text or is not a decoder's padding; else 0."""
     if self.is_encoder_decoder is False:
       return int(not self.has_padding_0)
     return int(len(tokenizer.id_to_token(0) or "") == 1)
@@ -75,7 +75,7 @@ class TokenizerFolder:
 
 @functools.cache
 def read_tokenizer_folder(path: str) -> TokenizerFolder:
-  """Returns what the files in a folder say; missing files say nothing.
+  """Returns what the files in a folder specify; files that are missing specify nothing.
 
   Raises:
     ValueError: a file is not JSON.

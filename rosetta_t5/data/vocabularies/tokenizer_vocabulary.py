@@ -92,13 +92,13 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @property
   def begin_ids(self) -> list[int]:
-    """The tokens before the inputs of the folder's encoder; those of a decoder begin with its start token."""
+    """The ids that begin the inputs of the folder's encoder; [] for a decoder, whose rows begin with a start token."""
     has_encoder = self.folder.is_encoder_decoder
     return [n + self._shift for n in self._surrounding_ids[0]] if has_encoder else []
 
   @property
   def starts_rows(self) -> bool:
-    """Whether a decoder's rows begin with its start token: not if a folder's tokenizer.json begins no text."""
+    """Whether a decoder's rows begin with a start token: not if the folder's tokenizer puts none before texts."""
     is_folder = len(self._files) == 1 and self.folder.is_encoder_decoder is False
     return not is_folder or bool(self._surrounding_ids[0])
 
@@ -134,7 +134,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def _hidden(self) -> set[int]:
-    """The special tokens that texts do not show: all but sentinels."""
+    """The ids that decoded texts leave out: padding and special tokens, except sentinels."""
     added = self.tokenizer.get_added_tokens_decoder()
     special = {number + self._shift for number, token in added.items() if token.special}
     return {0, self.eos_id, *special} - {*self.named_sentinels()}

@@ -12,7 +12,7 @@ from rosetta_t5.checkpoints.formats.hugging_face import name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.config import NetworkConfig
 
-# What an entry means that a folder leaves out, by model_type.
+# The values of entries that a folder's config.json leaves out, by model_type; Transformers' class defaults.
 _LLAMA: dict[str, Any] = {
   "vocab_size": 32000,
   "num_attention_heads": 32,
@@ -67,7 +67,7 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
   },
   "t5_gemma_module": _GEMMA_2,
 }
-# Entries of Transformers 4 that are not written.
+# Entries of Transformers 4, which Transformers 5 replaced; they are read but not written.
 SUPERSEDED = (
   *("rope_scaling", "rope_theta", "rope_local_base_freq", "sliding_window_pattern"),
   *("use_sliding_window", "hidden_act", "hidden_activation"),
@@ -109,7 +109,7 @@ _HEAD_NORMS = {
 
 
 def check_entries(config: Config) -> None:
-  """Raises ValueError if a config.json has entries of which it is not known what they change."""
+  """Raises ValueError if a config.json has entries whose effect on the model is unknown."""
   for name, value in config.items():
     if value and name not in _READ and not _HARMLESS.fullmatch(name):
       raise ValueError(
@@ -123,9 +123,9 @@ def layer_table(
   """Returns the weights of a stack's layers and its last norm.
 
   Args:
-    theirs: Transformers' prefix of the stack, such as "model".
-    side: ours, "encoder" or "decoder".
-    norms: {Transformers' name: ours} of a layer's norms, without the endings.
+    theirs: Transformers' prefix of the stack's weights, such as "model".
+    side: our name of the stack, "encoder" or "decoder".
+    norms: {Transformers' name: ours} of a layer's norms, without the prefixes and ".weight" or "/scale".
     crosses: whether the layers attend to encoded inputs.
   """
   attention = "attention" if side == "encoder" else "self_attention"
@@ -153,7 +153,7 @@ def layer_table(
 
 
 def stack_sizes(arrays: Arrays, side: str, embedding: str) -> dict[str, int]:
-  """Returns the fields of a network's config that the shapes of a stack's arrays show."""
+  """Returns the fields of a network's config that follow from the shapes of a stack's arrays."""
   rows, width = arrays[embedding].shape
   return {
     "vocab_size": rows,
@@ -166,20 +166,19 @@ def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
   """Returns the fields of `NetworkConfig` for the layers of a stack.
 
   Args:
-    config: its entries of config.json, with the defaults of their class.
-    width: the size of its embeddings.
-    layers: their number.
+    config: the stack's entries of config.json, with the defaults of their class.
+    width: the size of the stack's embeddings.
+    layers: the number of layers.
 
   Raises:
-    ValueError: the networks lack a setting.
+    ValueError: an entry has a value that our networks do not support.
   """
   check_entries(config)
   heads = config["num_attention_heads"]
   head_dim = config.get("head_dim") or width // heads
   is_gemma = "query_pre_attn_scalar" in config
-  is_gemma_3 = (
-    config["model_type"] == "gemma3_text"
-  )  # in which Transformers ignores the limit of attention
+  # Transformers ignores the soft limit of attention in Gemma 3.
+  is_gemma_3 = config["model_type"] == "gemma3_text"
   entry = "hidden_activation" if is_gemma else "hidden_act"
   return {
     "positions": "rotary",
@@ -250,7 +249,7 @@ def read_rope(entries: Config, config: Config) -> tuple[float, dict[str, Any] | 
   """Returns the base of the frequencies, and `NetworkConfig.rope_scaling`.
 
   Args:
-    entries: those of `rope_parameters` or `rope_scaling`.
+    entries: the content of `rope_parameters` or `rope_scaling`.
     config: the content of config.json.
 
   Raises:
@@ -277,9 +276,8 @@ def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str
   """Returns the entries of config.json for the layers of a stack."""
   cfg, layers = network.of_side(side), network.layers_of(side)
   activation = name_tables.their_activation(cfg.mlp_activations[0])
-  activation = activation.replace(
-    "gelu_new", "gelu_pytorch_tanh"
-  )  # Gemma's name of the same function
+  # Gemma has another name for the same function.
+  activation = activation.replace("gelu_new", "gelu_pytorch_tanh")
   kinds = [cfg.layer_pattern[n % len(cfg.layer_pattern)] for n in range(layers)]
   types = [f"{'sliding' if kind == 'local' else 'full'}_attention" for kind in kinds]
   full = {"rope_type": "default", **(cfg.rope_scaling or {}), "rope_theta": cfg.rope_theta}
@@ -306,14 +304,14 @@ def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str
     return entries | {"hidden_act": activation, "use_sliding_window": bool(window), **window}
   return entries | {
     "hidden_activation": activation,
-    "query_pre_attn_scalar": _scalar(cfg),
+    "query_pre_attn_scalar": _query_scalar(cfg),
     **({} if model_type == "gemma3_text" else {"attn_logit_softcapping": cfg.attention_softcap}),
     "final_logit_softcapping": cfg.logit_softcap,
     **({"sliding_window": cfg.window} if cfg.window else {}),
   }
 
 
-def _scalar(config: NetworkConfig) -> int:
+def _query_scalar(config: NetworkConfig) -> int:
   """Returns `query_pre_attn_scalar`, which Transformers requires to be an integer."""
   scale = config.query_scale or config.head_dim**-0.5
   scalar = round(scale**-2)
@@ -322,8 +320,8 @@ def _scalar(config: NetworkConfig) -> int:
   return scalar
 
 
-# The fields of `NetworkConfig` that all of these models have.
-_FAMILY: dict[str, Any] = {
+# The values of fields of `NetworkConfig` that all of these models have.
+_SHARED_FIELDS: dict[str, Any] = {
   "positions": "rotary",
   "rope_interleaved": False,
   "parallel_blocks": False,
@@ -332,7 +330,7 @@ _FAMILY: dict[str, Any] = {
   "use_bias": False,
   "num_experts": 0,
 }
-_PLAIN: dict[str, Any] = _FAMILY | {
+_LLAMA_FIELDS: dict[str, Any] = _SHARED_FIELDS | {
   "norm": "rms",
   "post_norms": False,
   "qk_norm": False,
@@ -341,25 +339,25 @@ _PLAIN: dict[str, Any] = _FAMILY | {
   "logit_softcap": None,
   "local_rope_theta": None,
 }
-_SANDWICH = _FAMILY | {
+_GEMMA_FIELDS = _SHARED_FIELDS | {
   "norm": "rms_plus_one",
   "post_norms": True,
   "qkv_bias": False,
   "mlp_bias": False,
 }
-# The fields of a network that Transformers' model of a type needs.
+# The values of fields of `NetworkConfig` that Transformers' models of a type have.
 REQUIRED: dict[str, dict[str, Any]] = {
-  "llama": _PLAIN | {"window": None},
-  "qwen2": _PLAIN | {"qkv_bias": True, "attention_bias": False, "mlp_bias": False},
-  "qwen3": _PLAIN | {"qk_norm": True, "mlp_bias": False},
-  "gemma2": _SANDWICH | {"qk_norm": False, "local_rope_theta": None},
-  "gemma3_text": _SANDWICH | {"qk_norm": True, "attention_softcap": None},
+  "llama": _LLAMA_FIELDS | {"window": None},
+  "qwen2": _LLAMA_FIELDS | {"qkv_bias": True, "attention_bias": False, "mlp_bias": False},
+  "qwen3": _LLAMA_FIELDS | {"qk_norm": True, "mlp_bias": False},
+  "gemma2": _GEMMA_FIELDS | {"qk_norm": False, "local_rope_theta": None},
+  "gemma3_text": _GEMMA_FIELDS | {"qk_norm": True, "attention_softcap": None},
 }
 REQUIRED["t5_gemma_module"] = REQUIRED["gemma2"]
 
 
 def wrong_fields(network: NetworkConfig, model_type: str) -> list[str]:
-  """Returns the fields of one stack's config that Transformers' models of a type do not have."""
+  """Returns the fields of one stack's config whose values Transformers' models of a type cannot have."""
   wrong = [name for name, value in REQUIRED[model_type].items() if getattr(network, name) != value]
   is_gemma = network.norm == "rms_plus_one"
   is_scaled = network.scale_queries or network.scale_attn_logits

@@ -18,7 +18,7 @@ def attention_name(config: Config) -> str:
 
 
 def block_table(config: Config) -> list[WeightMapping]:
-  """Returns the weights of the blocks of an encoder; [] without blocks."""
+  """Returns the weights that transient-global attention adds to an encoder; [] for local attention."""
   if _type(config) == LOCAL:
     return []
   first = f"encoder.block.0.layer.0.{_NAMES[BLOCKS]}.global_relative_attention_bias.weight"
@@ -46,7 +46,9 @@ def read_encoder(config: Config) -> dict[str, Any]:
 
 def write_encoder(encoder: NetworkConfig) -> dict[str, Any]:
   """Returns the entries of config.json for an encoder with windows."""
-  assert encoder.window is not None  # else it is no LongT5
+  assert (
+    encoder.window is not None
+  )  # `find_model_type` returns LongT5 only for encoders with windows
   blocks = encoder.global_block_size
   return {
     "local_radius": encoder.window - 1,

@@ -1,8 +1,8 @@
 """Reads and writes the weights of Transformers' Llama 3, Qwen 2.5 and 3, Gemma 2 and 3 as those of a decoder.
 
-If a folder has no padding token, or another one than token 0, our ids are one higher than its ids. Row 0 of our
-tables is then a copy of the row that starts texts, which nothing reads. Unused rows at the end make the number of
-rows a multiple of 128, so that devices can split them.
+Padding is token 0 in our networks. If a folder has no padding token, or pads with another token, our ids are
+therefore one higher than its ids. Row 0 of our tables, which nothing reads, is then a copy of the start token's
+row. Unused rows at the end make the number of rows a multiple of 128, so that devices can split them.
 """
 
 import re
@@ -31,7 +31,7 @@ FIXED: Config = {}
 DEFAULTS: Config = {}
 CLASS_DEFAULTS = {name: layer_settings.CLASS_DEFAULTS[name] for name in MODEL_TYPES}
 SIZES: dict[str, Any] = {name: {} for name in MODEL_TYPES}  # make_config writes them
-_MULTIPLE = 128
+_ROWS_MULTIPLE = 128
 IGNORED = re.compile(r".*\.inv_freq")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LLAMA_NORMS = {
@@ -47,7 +47,7 @@ _GEMMA_NORMS = {
 
 
 def has(arrays: Arrays) -> bool:
-  """Returns whether weights are a decoder's with two norms in each layer, a gated block, and no positions."""
+  """Returns whether weights are a decoder's with a norm before its gated feed-forward block and no positions."""
   first = "target/decoder/layers_0"
   needed = (f"{first}/pre_mlp_layer_norm/scale", f"{first}/mlp/wi_1/kernel", EMBEDDING)
   return all(name in arrays for name in needed) and not any(
@@ -105,18 +105,18 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
 
 
 def _shift_rows(table_VD: StoredArray, start: int) -> StoredArray:
-  """Returns a table after the row of the start token, with zeros at its end."""
+  """Returns a table with a copy of the start token's row before it, and rows of zeros after it."""
   rows, width = table_VD.shape
-  unused = np.zeros((-(rows + 1) % _MULTIPLE, width), table_VD.dtype)
+  unused = np.zeros((-(rows + 1) % _ROWS_MULTIPLE, width), table_VD.dtype)
   first_1D = lazy_arrays.slice_axis(table_VD, 0, start, start + 1)
   return lazy_arrays.concatenate([first_1D, table_VD, lazy_arrays.as_stored_array(unused)], 0)
 
 
 def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: Config) -> str:
-  """Returns the type of a model: that of the config.json that it came with, if it fits, else the first that does.
+  """Returns the first model_type that the network's settings fit, beginning with the one of `source`.
 
   Raises:
-    ValueError: the network's settings are not known, or Transformers' models do not have them.
+    ValueError: there is no network's config, or no model of Transformers can have its settings.
   """
   if network is None:
     raise ValueError(

@@ -62,15 +62,15 @@ _EXPERT_CAPACITY = 64  # the default of Transformers
 
 
 def has(arrays: Arrays) -> bool:
-  """Returns whether weights have an encoder, whose blocks have one norm each."""
+  """Returns whether weights have an encoder without norms after its blocks."""
   names = [name for name in arrays if name.startswith("target/encoder/")]
   return bool(names) and not any("/post_attention_layer_norm/" in name for name in names)
 
 
 def _weight_table(config: Config) -> list[WeightMapping]:
-  """Returns every weight that a model may have, in the plain tree.
+  """Returns the table of every weight that a model may have.
 
-  A relative bias that all layers share belongs to layer 0.
+  A relative bias that all layers share is stored in layer 0.
   """
   model_type = config["model_type"]
   mlp = "mlp" if model_type == _SWITCH else "DenseReluDense"
@@ -151,18 +151,18 @@ def _with_head(arrays: dict[str, StoredArray], config: Config) -> dict[str, Stor
     head = None  # It is the embedding table: PyTorch's files contain tied weights twice.
   if head is None and config["model_type"] == _LONG:
     return arrays  # it is always tied, whether divided or not
-  if not _scales_logits(config):
+  if not _divides_logits(config):
     arrays[HEAD] = transpose(embedding) if head is None else head
   elif head is not None:
     arrays[HEAD] = scale(head, 1 / math.sqrt(embedding.shape[1]))
   return arrays
 
 
-def _scales_logits(config: Config) -> bool:
+def _divides_logits(config: Config) -> bool:
   """Returns whether the model divides the input of its output layer by √d_model.
 
-  Transformers 4 decides by `tie_word_embeddings`. Transformers 5 always writes True there for T5, mT5
-  and UMT5: mT5 never divides, UMT5 did so until 5.23, and `scale_decoder_outputs` decides for the others.
+  In Transformers 4, `tie_word_embeddings` decides. Transformers 5 always writes True there for T5, mT5 and
+  UMT5: its mT5 never divides, its UMT5 always divided until 5.23, and otherwise `scale_decoder_outputs` decides.
   """
   tied = config.get("tie_word_embeddings")
   if config["model_type"] == "mt5":
@@ -216,7 +216,7 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   }
   if config.get("model_type") == _LONG:
     settings["encoder"] = long_t5.read_encoder(config)
-    settings["divide_tied_logits"] = _scales_logits(config)
+    settings["divide_tied_logits"] = _divides_logits(config)
   if layers := _expert_layers(arrays):
     settings |= {
       "num_experts": _count_experts(arrays),
@@ -264,7 +264,7 @@ def _expert_layers(arrays: Arrays) -> dict[str, tuple[int, int]]:
 
 
 def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
-  """Returns the type of a model: UMT5 has a bias in each layer, and mT5's vocabulary a known size.
+  """Returns the model_type: UMT5 has a bias in each layer, and the size of mT5's vocabulary is known.
 
   Args:
     arrays: the weights by T5X's names.
@@ -362,7 +362,7 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
     ValueError: Transformers' family lacks some of the parameters.
   """
   model_type = config["model_type"]
-  # A bias that the layers share belongs to layer 0.
+  # Transformers stores a bias that the layers share in layer 0.
   own = {
     n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
     for n, x in arrays.items()

@@ -38,7 +38,7 @@ def _sides(arrays: Arrays) -> list[str]:
 
 
 def _weight_table(sides: list[str]) -> list[WeightMapping]:
-  """Returns the weights of a model; one without a decoder has names without the prefix `model.`."""
+  """Returns the table of weights. Transformers' names begin with `model.` unless the model is only an encoder."""
   table = []
   for side in sides:
     theirs = f"model.{side}" if len(sides) > 1 else side
@@ -71,10 +71,12 @@ def sizes(arrays: Arrays) -> dict[str, int]:
 
 
 def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
-  """Returns the fields of T5Config for a config.json ({} for those that shapes show) and its arrays.
+  """Returns the fields of T5Config for a config.json and its arrays.
+
+  If config.json is {}, these are only the fields that follow from shapes.
 
   Raises:
-    ValueError: the networks lack a setting, or padding is not token 0.
+    ValueError: our networks do not support a setting, or padding is not token 0.
   """
   found = sizes(arrays)
   if not config:
@@ -90,7 +92,7 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
     stacks[side] = shown | layer_settings.read_layers(entries, shown["emb_dim"], layers)
   decoder, encoder = stacks.get("decoder", stacks["encoder"]), dict(stacks["encoder"])
   if encoder["window"] is not None:
-    # Transformers counts the distance to the farthest token here, and ours how many tokens there are.
+    # Transformers has the distance to the farthest token here, and our window counts the token itself too.
     encoder["window"] += 1
   return {
     **found,

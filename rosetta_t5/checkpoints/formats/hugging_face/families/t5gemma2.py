@@ -1,7 +1,8 @@
 """Reads and writes the text weights of Transformers' T5Gemma 2: an encoder and a decoder of Gemma 3's layers.
 
 Both read one table of tokens. The decoder's self-attention also attends to the encoded inputs, so there is no
-cross-attention. Weights for images are skipped, but for the vector of the token that ends an image.
+cross-attention. Weights for images are
+skipped, except the embedding of the token that ends an image.
 """
 
 import re
@@ -24,7 +25,7 @@ FIXED: Config = {}
 DEFAULTS: Config = t5gemma.DEFAULTS
 CLASS_DEFAULTS: dict[str, Config] = {"t5gemma2": {"tie_word_embeddings": True, **DEFAULTS}}
 SIZES: dict[str, Any] = {"t5gemma2": {}}
-# The decoder and the output layer have the encoder's table.
+# The decoder and the output layer use the encoder's table.
 IGNORED = re.compile(r".*\.inv_freq|(model\.)?decoder\.embed_tokens\..*|lm_head\..*")
 _ENCODER = "model.encoder."
 
@@ -55,7 +56,10 @@ def sizes(arrays: Arrays) -> dict[str, int]:
 
 
 def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
-  """Returns the fields of T5Config for a config.json ({} for those that shapes show) and its arrays."""
+  """Returns the fields of T5Config for a config.json and its arrays.
+
+  If config.json is {}, these are only the fields that follow from shapes.
+  """
   found = sizes(arrays)
   if not config:
     return found
