@@ -271,7 +271,7 @@ def test_runs_learn_the_same_and_differ_by_rounding(capsys, monkeypatch, tmp_pat
     (["--loss-chunk", "0"], 2, "argument --loss-chunk: must be a positive integer, got '0'"),
     (["--batch", "3"], 1, "error: --batch must be a multiple of 8, the number of devices, got 3"),
     (["--fp8"], 1, "but a cpu has no fp8"),
-    (["--kernel", "cudnn"], 1, "error: attention_kernel = 'cudnn' needs an NVIDIA GPU"),
+    (["--kernel", "cudnn"], 1, "error: T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU"),
   ],
 )
 def test_wrong_arguments_are_errors_before_anything_compiles(arguments, status, text, capsys):

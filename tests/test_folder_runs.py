@@ -46,7 +46,6 @@ SWITCHES = {
   "bfloat16": (["network.{config}.dtype='bfloat16'"], 3e-2),
   "fp8": (list(_FP8), 1e-1),
 }
-_QUICK = ("scanned layers", "tensor")
 
 
 def make_folder(path, family):
@@ -160,9 +159,8 @@ def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
   assert after.ids_are_shifted == before.ids_are_shifted == (family == "llama")
 
 
-@pytest.mark.parametrize(
-  "switch", [pytest.param(x, marks=[] if x in _QUICK else pytest.mark.slow) for x in SWITCHES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_does_not_change_the_loss(found, plain, switch, tmp_path):
   bindings, tolerance = SWITCHES[switch]
   if (found[0], switch) == ("t5gemma2", "pipeline"):
@@ -170,4 +168,6 @@ def test_a_switch_does_not_change_the_loss(found, plain, switch, tmp_path):
       train(found, tmp_path / "run", *bindings)
     return
   losses = train(found, tmp_path / "run", *bindings)
-  np.testing.assert_allclose(losses, plain[0], rtol=tolerance)
+  # The weights of T5Gemma 2 are so large that the second loss magnifies rounding.
+  rtol = max(tolerance, 1e-4) if found[0] == "t5gemma2" else tolerance
+  np.testing.assert_allclose(losses, plain[0], rtol=rtol)

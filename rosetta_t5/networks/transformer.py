@@ -25,7 +25,11 @@ from rosetta_t5.networks.config import (
 )
 from rosetta_t5.networks.layer_kinds import layer_kinds
 from rosetta_t5.networks.layers.dropout import Dropout, feature_dropout
-from rosetta_t5.networks.layers.embedding import Embed, output_layer, position_vectors
+from rosetta_t5.networks.layers.embedding import (
+  make_token_embedder,
+  output_layer,
+  position_vectors,
+)
 from rosetta_t5.networks.layers.global_blocks import block_ids_of, with_block_bias
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.stack import LayerInputs, run_stack
@@ -34,19 +38,6 @@ __all__ = ["Decoder", "DecoderWrapper", "Encoder", "ScalableT5Config", "T5Config
 __all__ += ["NetworkConfig", "TransformerConfig"]
 
 Mask = Visibility | Bool[Array, "B 1 T S"] | None
-
-
-def make_token_embedder(config: NetworkConfig, name: str | None = None) -> Embed:
-  """Returns the embedding, which tied logits share."""
-  return Embed(
-    num_embeddings=config.vocab_size,
-    features=config.emb_dim,
-    dtype=config.dtype,
-    attend_dtype=jnp.float32,
-    embedding_init=nn.initializers.normal(stddev=config.init_stddev or 1.0),
-    end_of_image_id=config.end_of_image_id,
-    name=name,
-  )
 
 
 class Encoder(nn.Module):
@@ -74,9 +65,8 @@ class Encoder(nn.Module):
     if positions is None and cfg.positions != "relative":
       positions = jnp.arange(encoder_input_tokens.shape[1], dtype=jnp.int32)[None]
     visible, local = _prepared(cfg, encoder_mask, cfg.kernel)
-    blocks = block_ids_of(cfg, encoder_mask)
-    options: Any = {"positions": positions, "block_ids": blocks, "deterministic": deterministic}
-    inputs = LayerInputs(visible, local, **options)
+    inputs = LayerInputs(visible, local, positions=positions, deterministic=deterministic)
+    inputs = dataclasses.replace(inputs, block_ids=block_ids_of(cfg, encoder_mask))
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
     x = _embed(self, embedding, encoder_input_tokens, inputs)
     x = make_norm(cfg, "encoder_norm")(_run_layers(self, "encoder", x, inputs))
@@ -190,7 +180,11 @@ def _prepared(config: NetworkConfig, mask: Mask, kernel: str) -> tuple[Any, Any]
 def _embed(stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInputs) -> jax.Array:
   """Returns the input of the first layer of `stack`."""
   cfg: NetworkConfig = stack.config
-  x = embedding.scaled(tokens.astype(jnp.int32), cfg.embedding_scale)
+  x = embedding(tokens.astype(jnp.int32))
+  if cfg.embedding_scale != 1:
+    x = x * jnp.asarray(cfg.embedding_scale, x.dtype)
+  if cfg.end_of_image_id is not None:
+    x = embedding.with_end_of_image(tokens, x)
   if cfg.positions == "learned":
     x = x + position_vectors(cfg, inputs.positions, inputs.cache_length or tokens.shape[1])
   dropout = feature_dropout(cfg.dropout_rate, name=_dropout_name(cfg, "input_dropout"))

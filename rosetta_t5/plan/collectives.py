@@ -21,6 +21,7 @@ from rosetta_t5.parallel.mesh import (
   CONTEXT_AXIS,
   DATA_AXIS,
   EXPERT_AXIS,
+  MODEL_AXIS,
   PIPELINE_AXIS,
 )
 from rosetta_t5.plan.activations import is_attention, stored_view
@@ -224,11 +225,12 @@ def _stage_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
   own = {id(value) for value in part.values}
   read = {id(x): x for v in part.values for x in map(stored_view, v.operands) if x.is_batched}
   sent = [x for x in read.values() if id(x) not in own]
+  # The buffers of microbatches are complete over `model`.
   rows = work.stage_examples * work.microbatches
-  sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows) for x in sent]
+  sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows, (MODEL_AXIS,)) for x in sent]
   # In each tick, a stage sends the microbatch that it has finished, and one that has yet to enter.
   yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * schedule.ticks * sum(sizes), "microbatches")
-  results = [layout.bytes_of(x, rows) for x in part.values if x.is_boundary]
+  results = [layout.bytes_of(x, rows, (MODEL_AXIS,)) for x in part.values if x.is_boundary]
   outputs = 2 * schedule.microbatches * sum(results)
   yield Collective(ALL_TO_ALL, (PIPELINE_AXIS,), outputs, "microbatches")
   # Parameters are gathered before the first microbatch, and their gradients summed after the last, in the

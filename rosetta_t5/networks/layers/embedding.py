@@ -83,15 +83,14 @@ class Embed(nn.Module):
       vectors = constrain(vectors, ("batch", None, "embed"))
     return constrain(vectors, ("batch", "length", "embed"))
 
-  def scaled(self, inputs: Int[Array, "B T"], scale: float) -> Float[Array, "B T D"]:
-    """Returns the vectors of the ids times `scale`, but for that of `end_of_image_id`."""
-    vectors = self(inputs)
-    if scale != 1:
-      vectors = vectors * jnp.asarray(scale, vectors.dtype)
-    if self.end_of_image_id is None:
-      return vectors
-    is_end_BT1 = (inputs == self.end_of_image_id)[..., None]
-    return jnp.where(is_end_BT1, self.end_of_image.astype(vectors.dtype)[None, None], vectors)
+  def with_end_of_image(
+    self, ids_BT: Int[Array, "B T"], vectors_BTD: Float[Array, "B T D"]
+  ) -> Float[Array, "B T D"]:
+    """Returns the vectors of the ids with `end_of_image` in place of that of `end_of_image_id`."""
+    assert self.end_of_image_id is not None  # else the token has no vector of its own
+    is_end_BT1 = jnp.equal(ids_BT, self.end_of_image_id)[..., None]
+    own_11D = self.end_of_image.astype(vectors_BTD.dtype)[None, None]
+    return jnp.where(is_end_BT1, own_11D, vectors_BTD)
 
   def attend(self, query: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Returns the dot products of `query` with every row: the logits tied to the embedding."""
@@ -101,6 +100,19 @@ class Embed(nn.Module):
     if is_decoding_step and target_device().platform == "cpu":
       return product_of_few_rows(query, table_VD)
     return jnp.dot(query, table_VD.T)
+
+
+def make_token_embedder(config: Any, name: str | None = None) -> Embed:
+  """Returns the embedding, which tied logits share."""
+  return Embed(
+    num_embeddings=config.vocab_size,
+    features=config.emb_dim,
+    dtype=config.dtype,
+    attend_dtype=jnp.float32,
+    embedding_init=nn.initializers.normal(stddev=config.init_stddev or 1.0),
+    end_of_image_id=config.end_of_image_id,
+    name=name,
+  )
 
 
 def _look_up(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
