@@ -150,7 +150,8 @@ def plain(found, tmp_path_factory):
 def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
   family, path, _ = found
   losses, model_dir = plain
-  assert np.isfinite(losses).all()
+  # The drawn weights of T5Gemma 2 are so large that one step does not lower the loss of another batch.
+  assert losses[1] < losses[0] or (family == "t5gemma2" and losses[1] != losses[0])
   text = (model_dir / "config.gin").read_text()
   assert f"INITIAL_CHECKPOINT_PATH = '{path}'" in text
   back = convert(model_dir, tmp_path / "hf", "hf", report=lambda _: None)
