@@ -75,8 +75,7 @@ class Block(nn.Module):
     if cfg.positions == "relative" and cfg.bias_per_layer:
       bias = relative_bias(cfg, kind.side, x, inputs)
     window = None if kind.window is None else kind.window[0]
-    extra = self._extra_keys(x, inputs)
-    attention = self._attention(name, rope=kind.rope, window=window, merges_encoded=bool(extra))
+    attention = self._attention(name, rope=kind.rope, window=window)
     return attention(
       x,
       x,
@@ -88,13 +87,13 @@ class Block(nn.Module):
       prefill_lengths=inputs.prefill_lengths,
       positions=inputs.positions,
       rows=inputs.rows,
-      **extra,
+      **self._extra_keys(x, inputs),
     )
 
   def _extra_keys(self, x: jax.Array, inputs: LayerInputs) -> dict[str, Any]:
     """Returns arguments for what self-attention attends to besides tokens: encoded inputs, or sums of blocks."""
     cfg, ids_BT = self.config, inputs.block_ids
-    if self.kind.merges_encoded:
+    if self.kind.extra_keys == "encoded":
       return {"encoded": inputs.encoded, "encoded_mask": inputs.cross_visible}
     if ids_BT is None or cfg.global_block_size is None:
       return {}

@@ -238,6 +238,10 @@ class NetworkConfig(ExpertSettings):
         f"global_block_size = {size} needs an encoder with positions = 'relative' and bias_per_layer = "
         "False: set it to None"
       )
+    if self.merged_attention and self.positions == "relative":
+      return (
+        "merged_attention = True has no relative bias to encoded inputs: set positions = 'rotary'"
+      )
     if self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0):
       return (
         "parallel_blocks = True needs a decoder-only network without post_norms: set it to False"

@@ -127,7 +127,8 @@ def attention_cases(
   cases = []
   for side, length in reversed(lengths.items()):
     kinds = layer_kinds(config, side)
-    for window, layers in collections.Counter(kind.window for kind in kinds).items():
+    windows = collections.Counter(kind.window for kind in kinds if kind.extra_keys is None)
+    for window, layers in windows.items():
       case = make(
         side,
         queries=length,

@@ -16,7 +16,8 @@ class LayerKind(NamedTuple):
   Attributes:
     side: the stack, "encoder" or "decoder".
     crosses: whether the layer attends to encoded inputs.
-    merges_encoded: whether its self-attention also attends to encoded inputs (`merged_attention`).
+    extra_keys: what its self-attention attends to besides tokens, "encoded" inputs (`merged_attention`) or
+      sums of "blocks" (`global_block_size`), which only XLA's kernel computes; None for nothing.
     window: see `Visibility`; None for a layer that sees all tokens.
     rope: the frequencies of its rotary positions; None for other positions.
     has_experts: whether its feed-forward block has experts.
@@ -24,7 +25,7 @@ class LayerKind(NamedTuple):
 
   side: str
   crosses: bool = False
-  merges_encoded: bool = False
+  extra_keys: str | None = None
   window: Window | None = None
   rope: Rope | None = None
   has_experts: bool = False
@@ -40,16 +41,24 @@ def layer_kinds(config: NetworkConfig, side: str) -> tuple[LayerKind, ...]:
   if config.local_rope_theta is not None:
     ropes["local"] = Rope(config.local_rope_theta, config.rope_interleaved)
   reads_encoder = side == "decoder" and "encoder" in config.sides
+  extra_keys = "encoded" if reads_encoder and config.merged_attention else None
+  if side == "encoder" and config.global_block_size is not None:
+    extra_keys = "blocks"
   kinds = []
   for layer in range(config.layers_of(side)):
     pattern = config.layer_pattern[layer % len(config.layer_pattern)]
     kind = LayerKind(
       side,
       crosses=reads_encoder and not config.merged_attention,
-      merges_encoded=reads_encoder and config.merged_attention,
+      extra_keys=extra_keys,
       window=config.windows if pattern == "local" else None,
       rope=ropes[pattern] if config.positions == "rotary" else None,
       has_experts=layer in with_experts,
     )
     kinds.append(kind)
   return tuple(kinds)
+
+
+def has_extra_keys(config: NetworkConfig) -> bool:
+  """Returns whether any layer's self-attention attends to more than tokens."""
+  return any(kind.extra_keys for side in config.sides for kind in layer_kinds(config, side))

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice
 
 from rosetta_t5.networks.config import NetworkConfig
 from rosetta_t5.networks.kernel_measurement import attention_cases, usable_kernels
+from rosetta_t5.networks.layer_kinds import has_extra_keys
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import (
@@ -122,6 +123,8 @@ class Workload:
   @property
   def attention_kernel(self) -> str:
     """The attention kernel: xla, cudnn or flash."""
+    if isinstance(self.config, NetworkConfig) and has_extra_keys(self.config):
+      return "xla"  # for all layers, although others may have a fused kernel
     name = str(self.kernel or setting_of(self.config, "attention_kernel"))
     return "xla" if name == "auto" else name  # not replaced by `fastest_kernel`: as on a CPU
 

@@ -157,6 +157,8 @@ def test_sequences_longer_than_the_learned_positions_are_refused():
       {"local_rope_theta": 1e4},
       "local_rope_theta = 10000.0 needs positions = 'rotary' and local layers",
     ),
+    ({"merged_attention": True}, "merged_attention = True has no relative bias to encoded inputs"),
+    ({"global_block_size": 4}, "global_block_size = 4 needs an encoder"),
     ({"param_scan_axis": 2}, "param_scan_axis must be 0 or 1, got 2"),
     ({"scale_queries": True, "scale_attn_logits": True}, "would both divide by √head_dim"),
   ],

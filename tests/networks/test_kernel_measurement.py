@@ -11,7 +11,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny_models import GPT, make_batch, make_decoder_only_model
+from tiny_models import GPT, T5_1_1, make_batch, make_decoder_only_model
 
 from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands
 from rosetta_t5.kernels.xla_attention import xla_attention
@@ -184,3 +184,17 @@ def test_each_kind_of_layer_is_a_case_that_a_kernel_must_compute():
   assert usable_kernels(cases, gpu) == ["xla", "flash"]
   prefix = attention_cases(config, batch, {"data": 1}, has_prefix=True)
   assert usable_kernels(prefix, gpu) == ["xla"]
+
+
+@pytest.mark.parametrize(
+  ("changes", "queries_and_keys"),
+  [
+    # The decoder's merged attention and the encoder's attention to blocks are always computed by XLA.
+    ({"merged_attention": True, "positions": "rotary"}, [(16, 16)]),
+    ({"encoder": {"global_block_size": 4}}, [(8, 8), (8, 16)]),
+  ],
+)
+def test_attention_that_only_xla_computes_is_not_measured(changes, queries_and_keys):
+  config = dataclasses.replace(T5_1_1, **changes)
+  cases = attention_cases(config, make_batch(2, 16, 8), {"data": 1})
+  assert [(case.queries, case.keys) for case in cases] == queries_and_keys

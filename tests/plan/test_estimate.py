@@ -164,6 +164,16 @@ def test_only_attention_by_xla_stores_logits_and_probabilities(kernel, stored):
   assert pairs == pytest.approx(stored * 6 * 32 * 8 * 512 * 512 * 2, rel=0.01)
 
 
+@pytest.mark.parametrize(
+  "changes",
+  [{"merged_attention": True, "positions": "rotary"}, {"encoder": {"global_block_size": 16}}],
+)
+def test_a_plan_of_attention_that_only_xla_computes_stores_logits_whatever_the_kernel(changes):
+  config = T5Config(vocab_size=128, num_encoder_layers=1, num_decoder_layers=1, **changes)
+  work = planned_work(config, LENGTHS, 32, {"data": 1})
+  assert not work.replace(kernel="flash").is_attention_fused
+
+
 @pytest.mark.parametrize("policy", ["none", "minimal", "full"])
 def test_activations_sharded_over_model_between_blocks_need_less_memory(policy):
   config = T5Config(vocab_size=32128, emb_dim=1024, num_heads=16, dtype="bfloat16", mlp_dim=2816)

@@ -70,8 +70,6 @@ class MultiHeadDotProductAttention(nn.Module):
     make_head_norm: makes the norm of each head's queries or keys, given its name; None for no such norms.
     rope: the frequencies of rotary positions; None for none.
     window: how many keys a decoding step sees, its own included; None for all.
-    merges_encoded: whether queries also attend to keys and values that the same kernels compute from the
-      argument `encoded`, without rotary positions (T5Gemma 2, and the blocks of LongT5).
   """
 
   num_heads: int
@@ -95,7 +93,6 @@ class MultiHeadDotProductAttention(nn.Module):
   make_head_norm: Callable[[str], nn.Module] | None = None
   rope: Rope | None = None
   window: int | None = None
-  merges_encoded: bool = False
 
   @nn.compact
   def __call__(
@@ -129,13 +126,14 @@ class MultiHeadDotProductAttention(nn.Module):
       prefill_lengths: the number of tokens in each prompt; None counts what the first query sees.
       positions: the positions of queries and keys, which `rope` needs.
       rows: which rows of the whole batch these are; None for all.
-      encoded: what `merges_encoded` adds to the keys: encoded inputs, or sums of blocks.
+      encoded: what queries also attend to (encoded inputs, or sums of blocks), whose keys and values the same
+        kernels compute, without positions.
       encoded_mask: True where a query may see a position of `encoded`, [B, 1, T, S].
 
     Raises:
       ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
-    mode = self._mode(decode, prefill)
+    mode = self._mode(decode, prefill, merges=encoded is not None)
     visible: Any = mask if mask is None or isinstance(mask, Visibility) else mask != 0
     q_BTHK, keys, values, *merged = self._project(inputs_q, inputs_kv, mode, encoded)
     if self.query_divisor is not None:
@@ -175,7 +173,7 @@ class MultiHeadDotProductAttention(nn.Module):
     out = self._dense("out", inputs_q.shape[-1], out_axes, axis=(-2, -1), **out_options)
     return out(outputs_BTHK)
 
-  def _mode(self, decode: bool, prefill: bool) -> AttentionMode:
+  def _mode(self, decode: bool, prefill: bool, merges: bool) -> AttentionMode:
     if prefill and decode:
       raise ValueError(
         "prefill and decode cannot both be True: first fill the cache with prefill=True, then decode "
@@ -183,7 +181,7 @@ class MultiHeadDotProductAttention(nn.Module):
       )
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
       return AttentionMode.CREATE_CACHE
-    if self.has_variable(PRECOMPUTED, "keys") and not self.merges_encoded:
+    if self.has_variable(PRECOMPUTED, "keys") and not merges:
       return AttentionMode.CROSS_DECODE_STEP
     if decode:
       return AttentionMode.DECODE_STEP
