@@ -122,8 +122,6 @@ def train(found, model_dir, *bindings):
       "--gin.models.DecoderOnlyModel.feature_converter_cls=@seqio.PrefixLMFeatureConverter"
     )
   flags += [f"--gin.{binding.format(**names)}" for binding in bindings]
-  if family == "longt5":
-    flags += [f"--gin.{use}/utils.DatasetConfig.pack=False" for use in ("train", "train_eval")]
   if bindings == _FP8:
     flags.insert(0, "--gin_bindings=from t5x import te_helper")
   files = ["--gin_file=gin/runs/finetune.gin", f"--gin_file={path}"]

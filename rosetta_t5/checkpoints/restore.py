@@ -212,10 +212,12 @@ def _find_restorable(
     m for m in mismatches if not (allowed.get(m.problem) or m.name.startswith(initialized))
   ]:
     raise mismatch_error(path, refused)
-  if omitted - {"state/step"}:  # A Hugging Face folder has no step, and inference needs none.
+  # A Hugging Face folder has neither a step nor optimizer state, and inference needs none.
+  usual = ("state/step", *(() if has_state else (_OPTIMIZER_STATE,)))
+  if shown := [mismatch for mismatch in mismatches if not mismatch.name.startswith(usual)]:
     _log.warning(
       f"checkpoint {path} does not match: what it lacks is initialized, and what only it has is not used "
-      f"({_summary(mismatches)}, such as {mismatches[0].name})"
+      f"({_summary(shown)}, such as {shown[0].name})"
     )
   # A parameter's optimizer state is restored as a whole or not at all.
   incomplete = {name.rpartition("/")[0] for name in filter(_is_optimizer_state, omitted)}

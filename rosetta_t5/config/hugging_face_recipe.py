@@ -109,6 +109,8 @@ class _Folder:
     }
     if self.beams > 1:
       values[f"models.{model_class}.predict_batch_with_aux.num_decodes"] = self.beams
+    if (network.get("encoder") or {}).get("global_block_size"):  # blocks of packed rows are refused
+      values |= {f"{use}/utils.DatasetConfig.pack": False for use in ("train", "train_eval")}
     head = f"# {self.path}\ninclude '{base}'\n{_IMPORTS}"
     head += f"from t5x.examples.{self.package} import network\nVOCABULARY = @{vocabulary}()\n"
     head += f"models.{model_class}.decode_fn = @decoding.{decode_fn}\n"

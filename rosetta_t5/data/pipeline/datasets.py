@@ -172,7 +172,8 @@ def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) 
     part = f"shard {shard.index} of {shard.num_shards} of " if shard.num_shards > 1 else ""
     raise ValueError(
       f"There are no examples in {part}the split '{cfg.split}' of the task '{task.name}': its files are "
-      "empty, or its preprocessors drop every example. If only a shard has none, split the files into "
+      "empty, its preprocessors drop every example, or validation_percent of a small file is less than a "
+      "row (set data.file_task.validation_percent higher). If only a shard has none, split the files into "
       "more files, or run on fewer hosts."
     )
 

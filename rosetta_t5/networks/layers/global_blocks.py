@@ -34,7 +34,7 @@ def block_ids_of(config: NetworkConfig, visible: Any) -> Int[Array, "B T"] | Non
   if visible.packed:
     raise ValueError(
       f"{config.name}.global_block_size = {config.global_block_size} does not support packed examples, whose "
-      "blocks would overlap: set train/DatasetConfig.pack = False"
+      "blocks would overlap: set pack = False for train/utils.DatasetConfig and train_eval/utils.DatasetConfig"
     )
   return block_ids(visible.query_BT > 0, config.global_block_size)
 
