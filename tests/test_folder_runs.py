@@ -156,6 +156,7 @@ def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
   before, after = (read_model_settings(x, folder.read_arrays(x)) for x in (path, back))
   assert after.network.replace(dropout_rate=0.0) == before.network.replace(dropout_rate=0.0)
   assert after.ids_are_shifted == before.ids_are_shifted == (family == "llama")
+  assert (back / "tokenizer.json").read_text() == (path / "tokenizer.json").read_text()
 
 
 @pytest.mark.slow

@@ -345,3 +345,16 @@ def _absolute(paths: Any) -> Any:
   if not isinstance(paths, str):
     return [_absolute(path) for path in paths]
   return paths if "://" in paths else os.path.abspath(os.path.expanduser(paths))
+
+
+def copied_vocabulary(folder: pathlib.Path) -> pathlib.Path | None:
+  """Returns the vocabulary beside a model.json: a folder with tokenizer.json, or a SentencePiece model.
+
+  None if there is none, or if there are several.
+  """
+  from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER
+
+  found = [*folder.joinpath(_FOLDER).rglob(TOKENIZER), *folder.joinpath(_FOLDER).rglob("*.model")]
+  if len(found) != 1:
+    return None
+  return found[0].parent if found[0].name == TOKENIZER else found[0]

@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import STEP, read_arrays, stored_
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
+from rosetta_t5.config.model_file import copied_vocabulary
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.files import complete_folder, files_in, write_checksums
@@ -86,7 +88,7 @@ def convert(
     model_type: the family in Transformers; None to derive it from the weights.
     config: a config.gin or config.json with settings that weights do not show, such as a decoder's
       number of heads; None for the one beside the source.
-    tokenizer: where the tokenizer's files are; None for those of the source, if it has any.
+    tokenizer: where the tokenizer's files are; None for those of the source, or of the run that wrote it.
     report: receives the messages.
 
   Raises:
@@ -98,8 +100,9 @@ def convert(
   stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
   arrays = _select_arrays(stored, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
-  if tokenizer is None and hugging_face_folder.is_hugging_face(path):
-    tokenizer = path
+  if tokenizer is None:
+    is_folder = hugging_face_folder.is_hugging_face(path)
+    tokenizer = path if is_folder else copied_vocabulary(pathlib.Path(path.parent))
   final = _find_destination(destination, to, arrays)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")

@@ -61,7 +61,9 @@ def test_logits_of_a_packed_row_are_those_of_its_examples(pair):
   found, theirs = pair
   batch = todays_models.packed_batch(found)
   if found.model.network_config.of_side("encoder").global_block_size:
-    with pytest.raises(ValueError, match=r"does not support packed examples.*pack = False for train"):
+    with pytest.raises(
+      ValueError, match=r"does not support packed examples.*pack = False for train"
+    ):
       logits(found, batch)
     return
   ours = logits(found, batch, padding_never_follows=False)[0]
