@@ -38,6 +38,8 @@ VALUES = {
 } | EXAMPLES
 # The recipe that is included before one that is neither a whole model nor a run.
 INCLUDED_BEFORE = {
+  "examples/finetune_chat": "models/llama3/1b",
+  "examples/finetune_rows": "models/flan_t5/base",
   "models/local_tiny": "examples/base_wmt_finetune",
   "models/loss_vocabulary_optimizer": "models/t5_1_1/base",
   "models/mt5/vocabulary": "models/t5_1_1/base",
