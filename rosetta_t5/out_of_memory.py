@@ -46,6 +46,13 @@ def explain_out_of_memory(settings: Sequence[str]) -> Iterator[None]:
     raise OutOfMemoryError(_message(first, settings)) from error
 
 
+def device_memory() -> float:
+  """Returns the bytes of a device, or a CPU device's share of the machine's memory."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  return float(stats.get("bytes_limit", host / jax.local_device_count()))
+
+
 def check_state_fits(initializer: Any, partitioner: Any) -> None:
   """Raises OutOfMemoryError if a train state is larger than a device's memory.
 
@@ -55,9 +62,7 @@ def check_state_fits(initializer: Any, partitioner: Any) -> None:
     initializer: provides the shapes of the state and its PartitionSpecs.
     partitioner: provides the mesh.
   """
-  stats = jax.local_devices()[0].memory_stats() or {}
-  host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  memory = stats.get("bytes_limit", host / jax.local_device_count())
+  memory = device_memory()
   state, specs = initializer.global_train_state_shape, initializer.train_state_axes
   needed = sum(state_bytes(state, specs, partitioner.mesh.shape).values())
   if needed > memory:

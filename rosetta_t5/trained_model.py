@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.hugging_face_recipe import RUN_PART
 from rosetta_t5.config.language.allow_list import limited_to_list
 from rosetta_t5.config.language.binding import temporary_run_function
-from rosetta_t5.config.language.statements import COMMAND_LINE
+from rosetta_t5.config.language.statements import COMMAND_LINE, Import
 from rosetta_t5.config.launch import join_run
 from rosetta_t5.config.model_file import ARGUMENTS, NAME, read_model_file
 from rosetta_t5.parallel import BasePartitioner
@@ -76,21 +77,9 @@ def read_run(
   """
   if "--dry_run" in flags:
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
-  path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
-  if not path.is_dir():
-    siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
-    raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
-  # The folder is a MODEL_DIR, or a checkpoint in one.
-  files = (path / "config.gin", path.parent / "config.gin")
-  config_file = next(filter(pathlib.Path.is_file, files), None)
-  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
-  if checkpoints.is_hugging_face(path):
-    restore_cfg = dataclasses.replace(restore_cfg, resize_vocabulary=True)  # for added tokens
+  path, config_file, restore_cfg = _find_recipe(model_dir)
+  if config_file == path:  # a Hugging Face folder
     return _read_gin(path, [f"--gin_file={RUN_PART}", *flags], trust, used), restore_cfg
-  if config_file is None:
-    raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
-  if config_file.parent == path:
-    restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
   if not (model_file := config_file.with_name(NAME)).is_file():
     return _read_gin(config_file, flags, trust, used), restore_cfg
   run = read_model_file(model_file)
@@ -101,6 +90,60 @@ def read_run(
     run.import_modules()
     return run, restore_cfg
   return _read_gin(config_file, flags, trust, used), restore_cfg
+
+
+def read_model_recipe(
+  model_dir: str | os.PathLike[str], trust: bool = False
+) -> tuple[Mapping[str, Any], str, str]:
+  """Returns the arguments of `train` for a model, its checkpoint, and its part of the gin file.
+
+  The gin file has what MODEL refers to, and nothing of the run that trained it.
+
+  Args:
+    model_dir: see `read_run`.
+    trust: whether config.gin may use all code that it names; otherwise only the listed code.
+
+  Raises:
+    ValueError: there is no such folder, model or checkpoint, or it is of another kind.
+    SystemExit: config.gin cannot be built; the error has been printed.
+  """
+  path, file, restore_cfg = _find_recipe(model_dir)
+  flags = [f"--gin_file={RUN_PART}"] if file == path else []
+  with temporary_run_function(train), limited_to_list(not trust):
+    argv = ["rosetta-t5", *flags, f"--gin_file={file}"]
+    run = config.run_from_command_line(train, argv)
+    program = parse_command_line(argv).read_program()
+    unused = {binding.key for binding in unused_bindings(program, train, ("model",))}
+  bindings = [b for key, b in program.effective_bindings().items() if key not in unused]
+  used = {word for b in bindings for word in re.findall(r"\w+", f"{b.name} {b.value!r}")}
+  imports = [s.gin_statement for s in program.statements if isinstance(s, Import)]
+  # gin needs the first import, which is a switch.
+  lines = [s.format() for s in imports if s.bound_name() in {"dynamic_registration", *used}]
+  lines += [f"{binding.name} = {binding.value!r}" for binding in bindings]
+  _, (checkpoint, *_) = checkpoints.find_checkpoints([restore_cfg])
+  return run, checkpoint, "\n".join(dict.fromkeys(lines))
+
+
+def _find_recipe(
+  model_dir: str | os.PathLike[str],
+) -> tuple[pathlib.Path, pathlib.Path, checkpoints.RestoreCheckpointConfig]:
+  """Returns a model's folder, its config.gin (a Hugging Face folder itself), and its checkpoint."""
+  path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
+  if not path.is_dir():
+    siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
+    raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
+  # The folder is a MODEL_DIR, or a checkpoint in one.
+  files = (path / "config.gin", path.parent / "config.gin")
+  config_file = next(filter(pathlib.Path.is_file, files), None)
+  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
+  if checkpoints.is_hugging_face(path):
+    # for added tokens
+    return path, path, dataclasses.replace(restore_cfg, resize_vocabulary=True)
+  if config_file is None:
+    raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
+  if config_file.parent == path:
+    restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
+  return path, config_file, restore_cfg
 
 
 def _read_gin(

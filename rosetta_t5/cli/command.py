@@ -34,7 +34,7 @@ class Verb(NamedTuple):
 
 # These verbs take T5X's flags too, such as --gin.NAME=VALUE, as `options.flags`, and may import users' modules.
 _RUNS, _CHECKS = ("train", "eval", "infer", "export", "quickstart"), ("check", "plan", "compile")
-WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect")
+WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect", "finetune")
 VERBS = {
   "train": Verb(
     "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
@@ -42,6 +42,14 @@ VERBS = {
       "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100",
       "--gin_file=my_run.gin --dry_run",
     ),
+  ),
+  "finetune": Verb(
+    "Finetune a model on rows of a file: choose all settings, write them as a gin file, and train.",
+    (
+      "google/flan-t5-small rows.jsonl --inputs '{question}' --targets '{answer}' --out runs/qa",
+      "models/t5-small reviews.csv --inputs text --targets label --out runs/labels --dry_run",
+    ),
+    "cli.finetune.command:add_arguments",
   ),
   "eval": Verb(
     "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",

@@ -20,6 +20,7 @@ __all__ = [
   "bleu",
   "f1_score_with_invalid",
   "lambada",
+  "macro_f1",
   "matthews_corrcoef",
   "next_word",
   "pearson_corrcoef",
@@ -56,6 +57,15 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
   return {"f1": 100 * float(2 * true_positives / positives) if positives else 0.0}
 
 
+def macro_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
+  """Returns {"macro_f1"}: the mean of the F1 of each class of the targets; any other prediction is wrong."""
+  _check_lengths(targets, predictions)
+  hits = collections.Counter(t for t, p in zip(targets, predictions, strict=True) if t == p)
+  wanted, given = collections.Counter(targets), collections.Counter(predictions)
+  scores = [2 * hits[label] / (count + given[label]) for label, count in wanted.items()]
+  return {"macro_f1": 100 * sum(scores) / len(scores)}
+
+
 def matthews_corrcoef(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
   """Returns {"matthews_corrcoef"} for any number of classes (Gorodkin 2004), or 0 if undefined."""
   wanted, given = np.asarray(targets), np.asarray(predictions)
@@ -86,22 +96,25 @@ def normalize_answer(text: str) -> str:
   return " ".join(words)
 
 
-def squad(targets: Sequence[Sequence[str]], predictions: Sequence[str]) -> dict[str, float]:
+def squad(
+  targets: Sequence[str] | Sequence[Sequence[str]], predictions: Sequence[str]
+) -> dict[str, float]:
   """Returns exact match and F1, {"em", "f1"}, in percent; the best-scoring answer counts.
 
   Args:
-    targets: all correct answers of each question.
+    targets: all correct answers of each question, or the only one as a text.
     predictions: one answer per question.
 
   Raises:
     ValueError: the lengths differ, or there are no questions.
   """
   _check_lengths(targets, predictions)
+  references = [[answers] if isinstance(answers, str) else answers for answers in targets]
 
   def mean_of_best(score: Callable[[str, str], float]) -> float:
     best = [
       max(score(normalize_answer(answer), normalize_answer(prediction)) for answer in answers)
-      for answers, prediction in zip(targets, predictions, strict=True)
+      for answers, prediction in zip(references, predictions, strict=True)
     ]
     return 100 * sum(best) / len(best)
 

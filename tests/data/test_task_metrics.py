@@ -31,6 +31,23 @@ def test_squad_takes_the_best_answer_and_counts_shared_words() -> None:
   assert scores["f1"] == pytest.approx((100 * 2 * (1 / 3) / (4 / 3) + 100) / 2)
 
 
+def test_squad_takes_a_text_as_the_only_answer() -> None:
+  assert task_metrics.squad(["the dog", "a cat"], ["dog", "x"]) == {"em": 50.0, "f1": 50.0}
+
+
+def test_macro_f1_is_scikit_learns_mean_over_the_classes_of_the_targets() -> None:
+  sklearn = pytest.importorskip("sklearn.metrics")
+  random = np.random.default_rng(0)
+  targets, predictions = random.choice([*"abcd"], (2, 50))
+  expected = sklearn.f1_score(targets, predictions, labels=np.unique(targets), average="macro")
+  found = task_metrics.macro_f1(targets.tolist(), predictions.tolist())["macro_f1"]
+  assert found == pytest.approx(100 * expected)
+  # "no label" is a wrong prediction and no class: F1 of a is 2/3, of b 0.
+  assert task_metrics.macro_f1(["a", "a", "b"], ["a", "no label", "no label"]) == {
+    "macro_f1": pytest.approx(100 / 3)
+  }
+
+
 def test_squads_annotators_agree_as_much_as_t5_reports(shared: pathlib.Path) -> None:
   """Compares each question's last answer with the others. An exact copy must have a perfect score."""
   articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]

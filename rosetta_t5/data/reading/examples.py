@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from absl import logging
 
-from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.argument_types import check_one_of, near_hint
 from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions
 from rosetta_t5.data.reading.records import BadExample, Located, read_records
 
@@ -186,7 +186,8 @@ def make_converter(templates: Mapping[str, str]) -> Convert:
       try:
         values = ["" if column is None else _as_text(record[column]) for _, column in parts]
       except KeyError as error:
-        return f"no column {error} among {', '.join(map(repr, record))}"[:200]
+        hint = near_hint(str(error.args[0]), map(str, record))
+        return f"no column {error}{hint} among {', '.join(map(repr, record))}"[:200]
       except TypeError as error:
         return f"{names} {error}"
       if not any(value and not value.isspace() for value in values):

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.argument_types import check_one_of, near_hint
 
 # The suffixes of each format. The suffix of a compression may follow.
 FORMATS = {
@@ -91,7 +91,9 @@ def find_files(patterns: str | Sequence[str]) -> list[str]:
     # A name such as "part[1].txt" may be a pattern or a file.
     matches = glob.glob(path, recursive=True) or glob.glob(glob.escape(path))
     if not matches:
-      raise ValueError(f"There is no file {pattern!r} (in {os.getcwd()})")
+      folder, name = os.path.split(os.path.abspath(path))
+      hint = near_hint(name, os.listdir(folder)) if os.path.isdir(folder) else ""
+      raise ValueError(f"There is no file {pattern!r}{hint} (in {os.getcwd()})")
     for match in matches:
       files = _data_files(match) if os.path.isdir(match) else [match]
       if not files:

@@ -1,0 +1,1 @@
+"""`rosetta-t5 finetune`: a model and a file of rows → a gin file with every choice, and its run."""

@@ -1,0 +1,167 @@
+"""`rosetta-t5 finetune MODEL DATA…`: writes OUT/finetune.gin with every choice, and trains as it says."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from rosetta_t5 import terminal
+from rosetta_t5.cli.finetune.recipe import RATE, SEED, make_recipe
+from rosetta_t5.cli.finetune.rows import open_data
+from rosetta_t5.files import write_atomically
+from rosetta_t5.terminal import positive_integer, positive_number
+from rosetta_t5.user_errors import ConfigError
+
+RECIPE = "finetune.gin"
+# Group → option → (its help, other arguments of `add_argument`). The name in brackets is the gin binding's.
+_OPTIONS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+  "rows of files": {
+    "inputs": (
+      "column or template, such as 'question: {question}' (data.file_task.inputs; default: inputs)",
+      {},
+    ),
+    "targets": ("column or template (data.file_task.targets; default: targets)", {}),
+    "eval": (
+      "files that are evaluated and not trained on (data.file_task.validation_files; default: a share "
+      "of the rows, data.file_task.validation_percent)",
+      {"nargs": "+", "metavar": "FILE"},
+    ),
+    "metrics": (
+      "such as accuracy, squad, bleu, rouge (data.file_task.metrics; default: by the kind of targets)",
+      {"nargs": "+"},
+    ),
+  },
+  "what is chosen unless it is given": {
+    "steps": ("optimizer steps (TRAIN_STEPS)", {"type": positive_integer}),
+    "epochs": (
+      "how often each row is read, in place of --steps (TRAIN_STEPS)",
+      {"type": positive_number},
+    ),
+    "batch_size": ("rows of a step (BATCH_SIZE)", {"type": positive_integer}),
+    "learning_rate": (f"({RATE})", {"type": positive_number}),
+    "input_length": ("tokens; the rest is cut (TASK_FEATURE_LENGTHS)", {"type": positive_integer}),
+    "target_length": ("tokens; the rest is cut (TASK_FEATURE_LENGTHS)", {"type": positive_integer}),
+    "precision": (
+      "of the computation (network.T5Config.dtype; default: bfloat16 on GPUs)",
+      {"choices": ("float32", "bfloat16")},
+    ),
+    "patience": (
+      "end when this many evaluations in a row are not better than the one before "
+      "(trainer.EarlyStoppingAction.patience; default: train all steps)",
+      {"type": positive_integer},
+    ),
+    "seed": (
+      f"of shuffling and dropout (RANDOM_SEED, {SEED}; default: 0)",
+      {"type": int, "default": 0},
+    ),
+  },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 finetune`."""
+  add = parser.add_argument
+  add(
+    "model",
+    metavar="MODEL",
+    help="a Hugging Face folder, OWNER/NAME on its hub, a run, or a T5X checkpoint with its config.gin "
+    "(INITIAL_CHECKPOINT_PATH, MODEL)",
+  )
+  add(
+    "data",
+    nargs="+",
+    metavar="DATA",
+    help="jsonl, json, csv, tsv, parquet or arrow files, a folder that `save_to_disk` wrote, or SeqIO "
+    "tasks (data.file_task.files, MIXTURE_OR_TASK_NAME)",
+  )
+  add("--out", required=True, metavar="FOLDER", help="of the run; it continues one (MODEL_DIR)")
+  add("--dry_run", action="store_true", help=f"print {RECIPE} with every choice and its reason")
+  methods = parser.add_argument_group("method").add_mutually_exclusive_group()
+  methods.add_argument("--full", action="store_true", help="train all parameters (the default)")
+  for group, options in _OPTIONS.items():
+    add = parser.add_argument_group(group).add_argument
+    for name, (text, more) in options.items():
+      add(f"--{name}", help=text, **more)
+  # The run itself uses what the recipe names, so this is not the option of other commands.
+  text = "run whatever code MODEL's config.gin names (docs/security.md)"
+  parser.add_argument("--trust", dest="trusts_model", action="store_true", help=text)
+  parser.set_defaults(run=finetune)
+
+
+def finetune(options: argparse.Namespace) -> int:
+  """Chooses, writes the recipe, and trains as it says; returns the exit status."""
+  from rosetta_t5.config.command_line import parse_command_line
+
+  if options.steps and options.epochs:
+    raise ConfigError("--steps and --epochs both set TRAIN_STEPS: give one of them")
+  given = parse_command_line(["rosetta-t5 finetune", *options.flags])
+  data = open_data(options)
+  text, monitored = make_recipe(options, data, given.gin_file, given.gin_bindings)
+  if options.dry_run:
+    print(text)
+    return 0
+  terminal.tolerate_lost_output()
+  file = pathlib.Path(options.out, RECIPE)
+  _check_same_settings(file, text)
+  file.parent.mkdir(parents=True, exist_ok=True)
+  write_atomically(file, text)
+  print(f"{file} has all that was chosen, with the reasons. This command trains as it says:")
+  print(f"  python -m t5x.train --gin_file={shlex.quote(str(file))}\n", flush=True)
+  from rosetta_t5 import train
+
+  # What the recipe contains is left out.
+  rest = [flag for flag in options.flags if not flag.startswith(("--gin.", "--gin_"))]
+  train.main(["rosetta-t5 train", f"--gin_file={file}", *rest])
+  print(_closing_text(options, monitored))
+  return 0
+
+
+def _check_same_settings(file: pathlib.Path, text: str) -> None:
+  """Raises ConfigError if a run in the folder of the recipe has begun with other settings."""
+  from rosetta_t5.checkpoints import is_hugging_face, latest_step
+  from rosetta_t5.config.language.statements import read_program
+  from rosetta_t5.config.saved_config import text_of
+
+  if not file.exists() and (latest_step(file.parent) or is_hugging_face(file.parent)):
+    raise ConfigError(f"--out {file.parent} has another model: choose a new folder for the run")
+  if not file.exists() or latest_step(file.parent) is None:
+    return
+  before = read_program([str(file)]).effective_bindings()
+  now = read_program([], [text]).effective_bindings()
+  lines = [
+    f"  {(now.get(key) or before[key]).name}: "
+    + " → ".join(text_of(each[key].value) if key in each else "not set" for each in (before, now))
+    for key in dict.fromkeys([*before, *now])
+    if key not in now or key not in before or now[key].value != before[key].value
+  ]
+  if lines:
+    changed = "\n".join(lines)
+    raise ConfigError(
+      f"{file.parent} has a run with other settings:\n{changed}\nChoose another --out, or continue that "
+      f"run as it is, or with changes: rosetta-t5 train --gin_file={file} [--gin.NAME=VALUE …]"
+    )
+
+
+def _closing_text(options: argparse.Namespace, monitored: str) -> str:
+  """Returns the best checkpoint and the commands that use it."""
+  from rosetta_t5.checkpoints import all_steps
+  from rosetta_t5.checkpoints.saved_items import populate_metrics_for_steps
+
+  steps, folder = all_steps(options.out), options.out
+  values = populate_metrics_for_steps(folder, monitored, steps)
+  sign = -1 if monitored.startswith("training_eval") else 1  # a loss
+  best = max(steps, key=lambda step: (sign * values.get(step, -sign * math.inf), step))
+  if best != steps[-1]:
+    folder = f"{folder}/checkpoint_{best}"
+  name = monitored.rpartition("/")[2]
+  return (
+    f"\nThe best checkpoint is checkpoint_{best}"
+    + (f": {name} {values[best]:.4g}" if best in values else "")
+    + f". Commands to try next:\n  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl"
+    + (f" --template {shlex.quote(options.inputs)}" if options.inputs else "")
+    + f"\n  rosetta-t5 convert {folder} a_folder --to hf\n  rosetta-t5 report {options.out}"
+  )

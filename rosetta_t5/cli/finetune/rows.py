@@ -1,0 +1,201 @@
+"""The data of `rosetta-t5 finetune`: files of rows or SeqIO tasks, checked and measured before a run."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.cli.finetune.choices import Choice, Code
+from rosetta_t5.data import reading, task_metrics
+from rosetta_t5.user_errors import ConfigError
+
+_LONG = 1 << 20  # tokens: no example is truncated when lengths are measured
+# Of the rows, if no file is given for the evaluation; and the number of rows that are enough.
+_EVAL_PERCENT, _EVAL_ROWS = 10.0, 500
+_OF_FILES = ("inputs", "targets", "eval", "metrics")
+# The splits of a folder of files, by the names of files or of folders in it.
+_SPLITS = {
+  "train": re.compile(r"(^|/)train(?![a-z])"),
+  "validation": re.compile(r"(^|/)(validation|valid|val|dev)(?![a-z])"),
+}
+
+
+class Measured(NamedTuple):
+  """What the first examples show, and how many there are.
+
+  Attributes:
+    task: the name of the task that is evaluated.
+    lengths: the numbers of tokens of each feature of the first examples, with the end token.
+    train: the number of examples that are trained on; None if it is unknown.
+    evaluated: the number of those that are not.
+    percent: the share of the rows that is evaluated; None if it is data of its own.
+  """
+
+  task: str
+  lengths: Mapping[str, Any]
+  train: int | None
+  evaluated: int | None
+  percent: float | None = None
+
+
+class Files:
+  """Files of rows.
+
+  Attributes:
+    targets: the targets of the first rows.
+  """
+
+  def __init__(self, options: argparse.Namespace):
+    """Reads the first rows.
+
+    Raises:
+      ValueError: there is no such file, a file has no rows, or a column or template does not fit it.
+    """
+    for metric in options.metrics or ():
+      check_one_of("--metrics", metric, task_metrics.__all__)
+    columns = {name: getattr(options, name) or name for name in ("inputs", "targets")}
+    train, held_out = _split(options.data)
+    held_out = [os.path.abspath(name) for name in options.eval or held_out]
+    self.arguments: dict[str, Any] = {"files": train, "objective": "seq2seq", **columns}
+    if held_out:
+      self.arguments["validation_files"] = held_out
+    convert, files = reading.make_converter(columns), reading.find_files([*train, *held_out])
+    try:
+      rows = [row for file in files for row in _first_rows(file, convert)]
+    except ValueError as error:
+      hint = "--inputs and --targets are columns, or templates such as 'question: {question}'"
+      raise ConfigError(f"{error}\n  {hint}") from error
+    self.targets = [row["targets"] for row in rows]
+    stem = pathlib.Path(options.data[0]).name.partition(".")[0]
+    self.name = re.sub(r"\W+", "_", stem).strip("_") or "rows"
+
+  def measure(self, vocabulary: Any) -> Measured:
+    """Tokenizes the first rows, and counts all; chooses the share of the rows that is evaluated."""
+    from rosetta_t5.data import file_task
+
+    def measure(percent: float) -> Measured:
+      more: dict[str, Any] = (
+        {} if self.arguments.get("validation_files") else {"validation_percent": percent}
+      )
+      # The name is made of the arguments: the run registers a task of its own.
+      name = file_task(**self.arguments, **more, vocabulary=vocabulary)
+      return _measure(name)._replace(task=self.name, percent=percent if more else None)
+
+    found = measure(_EVAL_PERCENT)
+    total = (found.train or 0) + (found.evaluated or 0)
+    if found.percent and total * _EVAL_PERCENT > 100 * _EVAL_ROWS:
+      found = measure(round(max(0.1, 100 * _EVAL_ROWS / total), 1))
+    if not found.train or not found.evaluated:
+      raise ConfigError(
+        f"{total} rows are too few to evaluate a part of them: give rows for the evaluation, --eval FILE"
+      )
+    return found
+
+  def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
+    """Returns the bindings of the task."""
+    share = f"{found.evaluated:,} rows that are never trained on; {found.train:,} are"
+    values = {**self.arguments, "vocabulary": vocabulary, "name": self.name}
+    held_out = [Choice("validation_percent", found.percent, share)] if found.percent else []
+    given = [Choice(name, value, "") for name, value in values.items()]
+    task = Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()"), "")
+    return [
+      task,
+      *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, *held_out, metrics)),
+    ]
+
+
+class Tasks:
+  """SeqIO tasks, which have targets and metrics of their own."""
+
+  targets: Sequence[str] = ()
+
+  def __init__(self, options: argparse.Namespace):
+    """Checks that no option is given that only files have.
+
+    Raises:
+      ValueError: one is given.
+    """
+    if given := [name for name in _OF_FILES if getattr(options, name)]:
+      raise ConfigError(f"--{given[0]} is for files of rows, but {options.data[0]} is a SeqIO task")
+    self.names: list[str] = options.data
+
+  def measure(self, vocabulary: Any) -> Measured:
+    """Tokenizes the first examples of each task, and counts all."""
+    from rosetta_t5.data import known_task, mixture
+    from rosetta_t5.data.tasks.catalogue import TASKS
+
+    own = [known_task(name, vocabulary) if name in TASKS else name for name in self.names]
+    return _measure(own[0] if len(own) == 1 else mixture(own))._replace(task=own[0])
+
+  def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
+    """Returns the bindings of the task, with the model's vocabulary if the task is known here."""
+    from rosetta_t5.data.tasks.catalogue import TASKS
+
+    known = [name for name in self.names if name in TASKS]
+    parts = [Code(f"@{n}/data.known_task()") if n in known else n for n in self.names]
+    bound = [
+      Choice(f"{name}/data.known_task.{argument}", value, "")
+      for name in known
+      for argument, value in (("name", name), ("vocabulary", vocabulary))
+    ]
+    if len(parts) == 1:
+      return [Choice("MIXTURE_OR_TASK_NAME", parts[0], ""), *bound]
+    mixed = Choice("MIXTURE_OR_TASK_NAME", Code("@data.mixture()"), "")
+    return [mixed, Choice("data.mixture.tasks", parts, "in proportion to their examples"), *bound]
+
+
+def open_data(options: argparse.Namespace) -> Files | Tasks:
+  """Returns the files or tasks that DATA names.
+
+  Raises:
+    ValueError: they cannot be read; see `Files` and `Tasks`.
+  """
+  is_task = [re.fullmatch(r"\w+", name) and not glob.glob(name) for name in options.data]
+  return Tasks(options) if all(is_task) else Files(options)
+
+
+def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
+  """Returns the files that are trained on, and those that are evaluated, by the names in a folder."""
+  train, held_out = [], []
+  for name in map(os.path.abspath, names):
+    files = reading.find_files(name) if os.path.isdir(name) else []
+    of = {
+      split: [file for file in files if pattern.search(os.path.relpath(file, name))]
+      for split, pattern in _SPLITS.items()
+    }
+    train += of["train"] or [name]
+    held_out += of["validation"] if of["train"] else []
+  return train, held_out
+
+
+def _first_rows(file: str, convert: Any) -> list[Mapping[str, str]]:
+  rows, _ = reading.BlockReader(convert).read(file, 0)
+  if not rows:
+    raise ConfigError(f"{file} contains no rows")
+  return rows
+
+
+def _measure(name: str) -> Measured:
+  import numpy as np
+
+  from rosetta_t5.data import DatasetConfig
+  from rosetta_t5.data.pipeline.data_description import first_examples
+
+  lengths = {"inputs": _LONG, "targets": _LONG}
+  train, evaluated = (
+    first_examples(DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0))
+    for split in ("train", "validation")
+  )
+  found = {
+    feature: np.concatenate([part.lengths[feature] for part in train if feature in part.lengths])
+    for feature in lengths
+  }
+  numbers = [[part.number or 0 for part in parts] for parts in (train, evaluated)]
+  total = [sum(each) if all(each) else None for each in numbers]
+  return Measured(name, found, *total)

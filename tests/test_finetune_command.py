@@ -1,0 +1,272 @@
+"""`rosetta-t5 finetune`: a folder and rows become a recipe that says why, and a run that can be repeated."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import io
+import json
+import re
+
+import gin
+import numpy as np
+import pytest
+from test_folder_runs import VOCABULARY, make_folder
+from test_run import logged
+
+from rosetta_t5 import cli
+from rosetta_t5.cli.command import Parser
+from rosetta_t5.cli.finetune import choices
+from rosetta_t5.cli.finetune.command import add_arguments
+
+ROWS = 120
+
+
+def call(*arguments):
+  """Returns the exit status, standard output and standard error of a command."""
+  out, errors = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+    try:
+      status = cli.main([str(argument) for argument in arguments])
+    except SystemExit as end:
+      status = end.code
+    finally:
+      gin.clear_config()
+  return status, out.getvalue(), errors.getvalue()
+
+
+def settings_of(text):
+  """Returns {name: value as text} of a gin file; later lines win."""
+  return dict(re.findall(r"^([\w./]+) = (.*?)(?:  # .*)?$", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+  """Returns a folder with a model and a csv file, whose labels are the parity of its words' number."""
+  root = tmp_path_factory.mktemp("given")
+  random = np.random.default_rng(0)
+  with (root / "rows.csv").open("w", newline="") as file:
+    rows = csv.writer(file)
+    rows.writerow(["text", "label", "count"])
+    for number in range(ROWS):
+      words = [f"w{n}" for n in random.integers(8, VOCABULARY, random.integers(5, 12))]
+      rows.writerow([" ".join(words), f"w{4 + number % 2}", len(words)])
+  make_folder(root / "model", "t5gemma")
+  make_folder(root / "decoder", "gemma3")
+  return root
+
+
+@pytest.fixture(scope="module")
+def finished(given, tmp_path_factory):
+  """Returns (the arguments of the command, the folder of its finished run, what it printed)."""
+  folder = tmp_path_factory.mktemp("finished") / "run"
+  columns = ("--inputs", "text", "--targets", "label")
+  arguments = (
+    "finetune",
+    given / "model",
+    given / "rows.csv",
+    *columns,
+    "--epochs",
+    1,
+    "--out",
+    folder,
+  )
+  arguments += ("--batch_size", 16, "--gin.train_script.train.stats_period=1")
+  status, out, errors = call(*arguments)
+  assert status == 0, errors[-2000:]
+  return arguments, folder, out
+
+
+def test_the_recipe_has_each_choice_with_its_reason(finished):
+  _, folder, _ = finished
+  text = (folder / "finetune.gin").read_text()
+  chosen = settings_of(text)
+  assert chosen["network.T5Config.dtype"] == "'float32'"
+  assert chosen["TASK_FEATURE_LENGTHS"] == "{'inputs': 16, 'targets': 8}"
+  assert "0.0% of the inputs truncated" in text
+  assert chosen["data.file_task.metrics"] == "['accuracy', 'macro_f1']"
+  assert chosen["train_script.train.stats_period"] == "1"
+  assert re.search(r"validation_percent = 10.0  # \d+ rows that are never trained on", text)
+
+
+def test_the_predictions_of_the_last_evaluation_are_of_rows_that_were_not_trained_on(
+  finished, given
+):
+  _, folder, _ = finished
+  last = max((folder / "inference_eval").glob("rows-0*.jsonl"))
+  evaluated = [
+    json.loads(line)["input"]["inputs_pretokenized"] for line in last.read_text().splitlines()
+  ]
+  assert 0 < len(evaluated) < ROWS / 4
+  text = (folder / "finetune.gin").read_text()
+  assert f"{len(evaluated)} rows that are never trained on; {ROWS - len(evaluated)} are" in text
+
+
+def test_the_commands_that_it_suggests_run(finished, given, tmp_path):
+  _, _, out = finished
+  suggested = re.search(r"rosetta-t5 (infer .*) --input new_rows.jsonl (.*)", out)
+  status, predictions, errors = call(
+    *suggested[1].split(), "--input", given / "rows.csv", *suggested[2].split()
+  )
+  assert status == 0, errors
+  assert len(predictions.splitlines()) == ROWS
+  converted = re.search(r"rosetta-t5 (convert \S+)", out)[1].split()
+  assert call(*converted, tmp_path / "hf", "--to", "hf")[0] == 0
+  assert (tmp_path / "hf/model.safetensors").exists()
+
+
+def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
+  _, folder, _ = finished
+  flags = (f"--gin_file={folder / 'finetune.gin'}", f"--gin.MODEL_DIR={str(tmp_path / 'again')!r}")
+  status, _, errors = call("train", *flags)
+  assert status == 0, errors
+  name = "loss_per_nonpadding_target_token"
+  first, again = (
+    {step: values[name] for step, values in logged(x).items() if name in values}
+    for x in (folder, tmp_path / "again")
+  )
+  assert len(first) > 4
+  assert first == again
+
+
+def test_the_same_command_continues_and_other_settings_are_refused(finished):
+  arguments, folder, _ = finished
+  before = (folder / "finetune.gin").read_text()
+  assert call(*arguments)[0] == 0
+  status, _, errors = call(*arguments, "--seed", 5, "--learning_rate", 0.01)
+  assert status == 2
+  assert "RANDOM_SEED: 0 → 5" in errors
+  assert "base_learning_rate: 0.001 → 0.01" in errors
+  assert "BATCH_SIZE" not in errors
+  assert (folder / "finetune.gin").read_text() == before
+
+
+def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given, tmp_path):
+  _, folder, _ = finished
+  columns = ("--inputs", "{text} {count}", "--targets", "text", "--out", tmp_path / "next")
+  status, out, errors = call(
+    "finetune", folder, given / "rows.csv", *columns, "--patience", 2, "--dry_run"
+  )
+  assert status == 0, errors
+  chosen = settings_of(out)
+  steps = -(-(ROWS - len([*(folder / "inference_eval").glob("x")])) // 16)
+  assert re.fullmatch(rf"'{folder}/checkpoint_[1-{steps}]'", chosen["INITIAL_CHECKPOINT_PATH"])
+  assert chosen["data.file_task.metrics"] == "['squad']"
+  assert chosen["trainer.EarlyStoppingAction.metric"] == "('rows', 'f1')"
+  assert "stats_period" not in out
+  assert not (tmp_path / "next").exists()
+
+
+def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
+  arguments = (given / "decoder", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  status, out, errors = call("finetune", *arguments, "--out", tmp_path, "--dry_run")
+  assert status == 0, errors
+  reader = settings_of(out)["models.DecoderOnlyModel.feature_converter_cls"]
+  assert reader == "@seqio.PrefixLMFeatureConverter"
+
+
+def test_the_splits_of_a_folder_are_trained_on_and_evaluated(given, tmp_path):
+  for split in ("train", "validation", "test"):
+    (tmp_path / "rows" / split).mkdir(parents=True)
+    file = tmp_path / "rows" / split / "part.csv"
+    file.write_text((given / "rows.csv").read_text())
+  arguments = (given / "model", tmp_path / "rows", "--inputs", "text", "--targets", "label")
+  status, out, errors = call("finetune", *arguments, "--out", tmp_path / "out", "--dry_run")
+  assert status == 0, errors
+  chosen = settings_of(out)
+  assert chosen["data.file_task.files"] == f"['{tmp_path}/rows/train/part.csv']"
+  assert chosen["data.file_task.validation_files"] == f"['{tmp_path}/rows/validation/part.csv']"
+  assert "data.file_task.validation_percent" not in chosen
+
+
+@pytest.mark.parametrize(
+  ("file", "content", "options", "message"),
+  [
+    ("rows.csv", "text,label\na,b\n", "--inputs txt", "no column 'txt' (did you mean 'text'?)"),
+    ("rows.csv", "text,label\na,b\n", "--inputs {text", "is not a valid template"),
+    ("rows.csv", "text,label\na,b\n", "--inputs {txet}", "no column 'txet' (did you mean 'text'?)"),
+    ("rows.csv", "text,label\na,b\n", "--metrics acuracy", "(did you mean 'accuracy'?)"),
+    ("rows.csv", "text,label\na,b\n", "--eval rowz.csv", "rowz.csv' (did you mean 'rows.csv'?)"),
+    ("rows.csv", "text,label\na,b\n", "--steps 3 --epochs 2", "both set TRAIN_STEPS"),
+    ("rows.csv", "text,label\n", "", "contains no rows"),
+    ("rows.csv", "text,label\na,\n", "", "label is empty"),
+    ("rows.csv", "text;label\na;b\n", "", "no column 'text' among 'text;label'"),
+    ("rows.parquet", "text,label\n", "", "the file is damaged"),
+    ("rows.jsonl", '{"text": {"a": 1}, "label": "b"}\n', "", "text is an object, not text"),
+    ("row.jsonl", "", "", "did you mean 'row.jsonl'?"),
+  ],
+)
+def test_a_mistake_in_the_data_is_reported_before_the_model_is_read(
+  tmp_path, monkeypatch, file, content, options, message
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / file).write_text(content)
+  data = "rows.jsonl" if file == "row.jsonl" else file
+  columns = ("--inputs", "text", "--targets", "label", "--out", "out")
+  status, _, errors = call("finetune", "no_model", data, *columns, *options.split())
+  assert status in (1, 2)
+  assert message in errors
+  assert not (tmp_path / "out").exists()
+
+
+def test_without_a_network_the_error_says_how_to_bring_a_folder(given, tmp_path, monkeypatch):
+  monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+  monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+  arguments = (given / "rows.csv", "--inputs", "text", "--targets", "label", "--out", tmp_path)
+  status, _, errors = call("finetune", "nobody/t5-tiny", *arguments)
+  assert status == 1
+  assert "hf download nobody/t5-tiny --local-dir t5-tiny" in errors
+
+
+def test_every_option_names_its_gin_binding():
+  parser = Parser()
+  add_arguments(parser)
+  own = {"help", "dry_run", "full", "trusts_model"}
+  for action in parser._actions:
+    if action.dest not in own:
+      assert re.search(r"\(.*([A-Z]+_[A-Z]+|\w+\.\w+\.\w+).*\)", action.help), action.dest
+
+
+LABELS = ["yes", "no", "yes", "maybe"] * 10
+ANSWERS = [f"the {n}th of May" for n in range(40)]
+TEXTS = [" ".join([f"word{n}"] * 30) for n in range(40)]
+
+
+@pytest.mark.parametrize(
+  ("targets", "metrics", "monitored"),
+  [
+    (LABELS, ["accuracy", "macro_f1"], "accuracy"),
+    (ANSWERS, ["squad"], "f1"),
+    (TEXTS, ["rouge"], "rougeLsum"),
+    ((), [], "loss_per_nonpadding_target_token"),
+  ],
+)
+def test_the_metrics_are_those_of_the_kind_of_targets(targets, metrics, monitored):
+  if metrics == ["rouge"]:
+    pytest.importorskip("rouge_score")
+  choice, monitor = choices.choose_metrics(targets, None, "task")
+  assert (choice.value, monitor.name) == (metrics, monitored)
+
+
+def test_a_length_keeps_the_longest_row_unless_a_few_are_much_longer():
+  even, skewed = np.arange(1, 101), np.array([*range(1, 300)] * 2 + [5000])
+  found = choices.choose_lengths(
+    {"inputs": skewed, "targets": even}, {"inputs": None, "targets": None}, None
+  )
+  assert found.value["targets"] == 104
+  assert 290 <= found.value["inputs"] <= 304
+  assert "0.7% of the inputs truncated" in found.reason or "0.2% of the inputs" in found.reason
+  given = choices.choose_lengths({"inputs": even}, {"inputs": 50}, None)
+  assert given.value == {"inputs": 50}
+  assert "50.0% of the inputs truncated" in given.reason
+
+
+@pytest.mark.parametrize(
+  ("rows", "given", "batch", "steps"),
+  [(100_000, {}, 64, 4689), (100, {}, 8, 200), (100, {"epochs": 2, "batch_size": 10}, 10, 20)],
+)
+def test_steps_are_epochs_of_the_rows_unless_they_would_be_too_few(rows, given, batch, steps):
+  options = argparse.Namespace(**({"batch_size": None, "steps": None, "epochs": None} | given))
+  found = choices.choose_steps(rows, options, 1, "GPU")
+  assert [choice.value for choice in found[:2]] == [batch, steps]
