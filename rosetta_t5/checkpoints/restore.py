@@ -229,12 +229,15 @@ def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMisma
   options = {
     "missing": " RestoreCheckpointConfig.fallback_to_scratch = True initializes what is missing.",
     "unexpected": " RestoreCheckpointConfig.strict = False ignores what only the checkpoint has.",
+    "no decoder": " It may be an encoder without a decoder, of which `rosetta-t5 embed` makes vectors.",
     "tokens": " RestoreCheckpointConfig.resize_vocabulary = True adds rows for tokens (the mean of the "
     "others), or leaves out the last ones.",
   }
   kinds = {mismatch.problem for mismatch in mismatches}
   wrong = (m.name for m in mismatches if m.problem == "wrong shape")
   kinds |= {"tokens" for name in wrong if state_dicts.token_axis(name) is not None}
+  if all(m.name.startswith("target/decoder/") and m.problem == "missing" for m in mismatches):
+    kinds |= {"no decoder"}
   return CheckpointMismatchError(
     f"checkpoint {path} does not match this run's model: {_summary(mismatches)}\n{_table(mismatches)}\n"
     f"To use the checkpoint, give the gin file with which it was trained (see config.gin beside {path}). To "

@@ -34,7 +34,7 @@ class Verb(NamedTuple):
 
 # These verbs take T5X's flags too, such as --gin.NAME=VALUE, as `options.flags`, and may import users' modules.
 _RUNS, _CHECKS = ("train", "eval", "infer", "export", "quickstart"), ("check", "plan", "compile")
-WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect", "finetune")
+WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect", "finetune", "embed")
 VERBS = {
   "train": Verb(
     "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
@@ -61,6 +61,14 @@ VERBS = {
       "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
       "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
     ),
+  ),
+  "embed": Verb(
+    "Write vectors of texts: what a model's encoder computes, as .npy or .parquet.",
+    (
+      "--model_dir sentence-transformers/sentence-t5-base --input texts.txt --output vectors.npy",
+      "--model_dir runs/squad --input rows.csv --template '{question}' --output vectors.parquet",
+    ),
+    "cli.embed:add_arguments",
   ),
   "export": Verb(
     "Write a model as a TensorFlow SavedModel and as StableHLO (t5x.export).",

@@ -20,7 +20,7 @@ from rosetta_t5.terminal import output_file, positive_integer, positive_number
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
 OPTIONS = ("template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
-_NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
+NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
 
@@ -67,8 +67,7 @@ def infer(options: argparse.Namespace) -> int:
     raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
   rows = read_rows(options)
   if (first := next(rows, None)) is None:
-    name = "Standard input" if options.input == "-" else options.input
-    raise ValueError(f"{name} contains no text: give one text or JSON object per line")
+    raise no_text_error(options.input)
   rows = itertools.chain([first], rows)
   with contextlib.ExitStack() as stack:
     if options.output in (None, "-"):
@@ -90,6 +89,12 @@ def infer(options: argparse.Namespace) -> int:
     for result in results:
       print(_to_json(result), file=file, flush=True)
   return 0
+
+
+def no_text_error(path: str) -> ValueError:
+  """Returns the error for an empty input."""
+  name = "Standard input" if path == "-" else path
+  return ValueError(f"{name} contains no text: give one text or JSON object per line")
 
 
 class Row(NamedTuple):
@@ -115,12 +120,12 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
   path, template, targets = options.input, options.template, options.targets
   file_format = _format_of(path)
   if template is None and targets is not None:
-    raise ValueError(f"The rows of {path} {_NEEDS_TEMPLATE}")
+    raise ValueError(f"The rows of {path} {NEEDS_TEMPLATE}")
   if template is not None and file_format == "text":
     file_format = "jsonl"
   templates = {"input": template or "text", "target": targets}
   convert: Any = make_converter({key: x for key, x in templates.items() if x is not None})
-  convert = _conversation if _has_conversations(options) else convert
+  convert = _conversation if has_conversations(options) else convert
   for number, content in _numbered_records(path, file_format, options.quoted):
     if isinstance(content, str) and not content.strip():
       yield Row(content, None)
@@ -141,7 +146,7 @@ def _format_of(path: str) -> str:
   return "text"
 
 
-def _has_conversations(options: argparse.Namespace) -> bool:
+def has_conversations(options: argparse.Namespace) -> bool:
   """Returns whether the rows are conversations for the model's chat template: without --template."""
   return options.template is None and _format_of(options.input) != "text"
 
@@ -151,7 +156,7 @@ def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
   from rosetta_t5.data.vocabularies.chat_template import conversation_of
 
   found = conversation_of(record)
-  return f"the rows {_NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
+  return f"the rows {NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
 
 
 def _numbered_records(
@@ -249,7 +254,7 @@ def _infer_rows(
     inputs_end="inputs" in model.lengths,
   )
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
-  prompts = ChatPrompts(model.model) if _has_conversations(options) else None
+  prompts = ChatPrompts(model.model) if has_conversations(options) else None
   preprocessors = prompts.preprocessors if prompts else default_preprocessors()
   call, empty = (preprocessors, model.state), None if is_scoring else b""
   decodes = _decodes(options) | (prompts.decoding if prompts else {})
@@ -268,14 +273,24 @@ def _infer_rows(
       output, score, fraction = next(computed) if row.example else (empty, None, 0.0)
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
+  notes = notes_on_truncated(truncated, lengths)
+  for note in [*notes, *notes_on_tokens_left_behind({LEFT_BEHIND: left_behind})]:
+    print(f"note: {note}", file=sys.stderr)
+
+
+def notes_on_truncated(truncated: Mapping[str, int], lengths: Mapping[str, int]) -> list[str]:
+  """Returns a note for each feature of which some texts had too many tokens.
+
+  Args:
+    truncated: the number of these texts, by feature.
+    lengths: the lengths of the features.
+  """
   options_of = dict(zip(("inputs", "targets"), LENGTHS, strict=True))
-  notes = [
+  return [
     f"{count} {feature} had more than {lengths[feature]} tokens and were truncated: set a larger "
     f"--{options_of[feature]}"
     for feature, count in truncated.items()
   ]
-  for note in [*notes, *notes_on_tokens_left_behind({LEFT_BEHIND: left_behind})]:
-    print(f"note: {note}", file=sys.stderr)
 
 
 def _decodes(options: argparse.Namespace) -> dict[str, Any]:

@@ -30,6 +30,14 @@ class InferenceType(enum.Enum):
 
   PREDICT_WITH_AUX = 1
   SCORE = 2
+  EMBED = 3
+
+
+_METHODS = {
+  InferenceType.PREDICT_WITH_AUX: "predict_batch_with_aux",
+  InferenceType.SCORE: "score_batch",
+  InferenceType.EMBED: "embed_batch",
+}
 
 
 class TextInference:
@@ -105,15 +113,16 @@ class TextInference:
     """Predicts or scores examples.
 
     Args:
-      mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets.
+      mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets, EMBED
+        for the vectors of an `EncoderModel`.
       examples: texts, or {"input": text, "target": text}.
       preprocessors: convert texts to features.
       train_state: contains the parameters.
-      **inference_kwargs: further arguments of the model's `predict_batch_with_aux` or `score_batch`,
-        such as num_decodes=4.
+      **inference_kwargs: further arguments of the model's `predict_batch_with_aux`, `score_batch` or
+        `embed_batch`, such as num_decodes=4.
 
     Returns:
-      ([(example's features, prediction as bytes or score)], {name: auxiliary values}).
+      ([(example's features, prediction as bytes, score or vector)], {name: auxiliary values}).
 
     Raises:
       ValueError: `mode` is not an InferenceType.
@@ -133,9 +142,7 @@ class TextInference:
       raise ValueError(f"mode must be {' or '.join(map(str, InferenceType))}, got {mode!r}")
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
-      is_scoring = mode is InferenceType.SCORE
-      method = "score_batch" if is_scoring else "predict_batch_with_aux"
-      step = inference_step(self._model, method)
+      step = inference_step(self._model, _METHODS[mode])
       self._infer_fns[key] = get_infer_fn(
         functools.partial(step, **arguments),
         self._batch_size,
@@ -143,7 +150,7 @@ class TextInference:
         self._partitioner,
         # An expert has fewer slots for shorter rows.
         input_length_buckets=() if self._model.has_experts else default_buckets(self._row_length),
-        is_scoring=is_scoring,
+        is_scoring=mode is InferenceType.SCORE,
         num_token_ids=token_limit(self._model),
       )
     return self._infer_fns[key]

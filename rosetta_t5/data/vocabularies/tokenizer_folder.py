@@ -38,7 +38,8 @@ class TokenizerFolder:
     named: the special tokens by their names in Transformers, {"eos_token": "</s>", …}.
     added: the tokens that are added to those of tokenizer.json, as arguments of `AddedToken`.
     end_ids: the ids of the tokens with which the model's texts may end, by config.json.
-    is_encoder_decoder: whether config.json is that of an encoder-decoder; None without config.json.
+    is_encoder_decoder: whether config.json is that of an encoder-decoder, or of its encoder alone; None
+      without config.json.
     has_padding_0: whether token 0 is padding by config.json.
     templates: the chat templates by name; the usual one is "default".
   """
@@ -99,12 +100,13 @@ def read_tokenizer_folder(path: str) -> TokenizerFolder:
   added += [_added(token, True) for token in special]
   model = {**model.get("text_config", {}), **model}  # of a multimodal model
   ends = model.get("eos_token_id")
+  is_encoder = any(str(x).endswith("EncoderModel") for x in model.get("architectures") or ())
   return TokenizerFolder(
     path=root,
     named=named,
     added=tuple(added),
     end_ids=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
-    is_encoder_decoder=bool(model.get("is_encoder_decoder")) if model else None,
+    is_encoder_decoder=is_encoder or bool(model.get("is_encoder_decoder")) if model else None,
     has_padding_0=model.get("pad_token_id") == 0,
     templates=_read_templates(root, settings),
   )

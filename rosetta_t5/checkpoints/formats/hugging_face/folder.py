@@ -40,6 +40,7 @@ _TOKENIZER = re.compile(
   r"|vocab\.json|merges\.txt"
 )
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_MODULE_FILES = ["[0-9]_*/config.json", "[0-9]_*/model.safetensors"]
 _HUB_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Entries of a source's config.json that a conversion does not keep, because the class derives them.
 _NOT_KEPT = (
@@ -75,6 +76,8 @@ def local_folder(source: epath.PathLike) -> str:
     folder = download(allow_patterns=[*_HUB_FILES, "*.safetensors"])
     if not any(file.endswith(".safetensors") for file in os.listdir(folder)):
       folder = download(allow_patterns=[*_HUB_FILES, "pytorch_model*.bin"])
+    if "modules.json" in os.listdir(folder):  # of sentence-transformers
+      download(allow_patterns=_MODULE_FILES, ignore_patterns=None)
   except (OSError, ValueError) as error:
     raise ValueError(
       f"There is no folder {name}, and the model of this name on Hugging Face's hub cannot be "
@@ -254,7 +257,7 @@ def tokenizer_files(path: epath.PathLike | None) -> list[epath.Path]:
 
 def _text_weights(root: epath.Path) -> dict[str, StoredArray]:
   """Returns the weights of a folder; of a multimodal model, those of its text part."""
-  weights = _read_weights(root)
+  weights = read_weights(root)
   text = {
     _TEXT_WEIGHTS.sub("model.", name).removeprefix("language_model."): x
     for name, x in weights.items()
@@ -271,7 +274,7 @@ def _note_skipped_vision(root: str, count: int) -> None:
   terminal.print_line(text, sys.stderr)
 
 
-def _read_weights(folder: epath.Path) -> dict[str, StoredArray]:
+def read_weights(folder: epath.Path) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} of all files of weights; the values are read later.
 
   Raises:
