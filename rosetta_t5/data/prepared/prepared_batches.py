@@ -58,6 +58,8 @@ class BatchSequence:
     rows: which of these rows this host reads.
     seed: the seed of the objectives' random choices.
     pack: whether to add segment ids and positions, although every row is a single segment.
+    has_start: whether rows of a decoder begin with a start token. Otherwise their first token is read first
+      and not predicted, as `TaskFeatureConverter` does.
   """
 
   sources: Sequence[tuple[Segments, BatchObjective]]
@@ -67,6 +69,7 @@ class BatchSequence:
   rows: range
   seed: int
   pack: bool
+  has_start: bool = True
 
   def __len__(self) -> int:
     return -(-len(self.mixture) // self.batch_size)
@@ -125,10 +128,13 @@ class BatchSequence:
   def _model_features(self, features: HostBatch) -> HostBatch:
     """Converts the task's features to the model's, as SeqIO's feature converters do."""
     targets = features["targets"]
+    read = np.pad(targets[:, :-1], ((0, 0), (1, 0)))
+    if not self.has_start:
+      targets, read = (np.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (targets, read))
     is_token = {"decoder": (targets > 0).astype(np.int32)}
     batch = {
       "decoder_target_tokens": targets,
-      "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+      "decoder_input_tokens": read,
       "decoder_loss_weights": is_token["decoder"],
     }
     if "inputs" in features:

@@ -155,6 +155,7 @@ class PreparedTask:
       prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
       for number, (stream, objective) in enumerate(pairs)
     ]
+    vocabulary = self.output_features["targets"].vocabulary
     return BatchSequence(
       sources=list(zip(segments, found * len(streams), strict=True)),
       mixture=prepared_batches.RateMixture(drawn, seed),
@@ -163,6 +164,7 @@ class PreparedTask:
       rows=range(shard * cfg.batch_size // shards, (shard + 1) * cfg.batch_size // shards),
       seed=seed,
       pack=cfg.pack,
+      has_start=self.objective != "causal_lm" or getattr(vocabulary, "starts_rows", True),
     )
 
   def batches(

@@ -15,6 +15,33 @@ from rosetta_t5.data.prepared.prepare import prepare
 from rosetta_t5.data.prepared.shards import TokenStream
 
 
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("case", ["qwen", "llama"])
+def test_prepared_rows_begin_with_a_start_token_only_if_the_folders_texts_do(
+  case: str, pack: bool, tmp_path: pathlib.Path
+) -> None:
+  write_folder(case, tmp_path / "model")
+  (tmp_path / "texts.txt").write_text("\n".join(map(str.strip, lines(100))))
+  arguments = str(tmp_path / "texts.txt"), str(tmp_path / "model"), tmp_path / "prepared"
+  prepare(*arguments, validation_percent=0.0, executor=InlineExecutor())
+  task = prepared_task(str(tmp_path / "prepared"), "causal_lm")
+  cfg = data.DatasetConfig(task, {"targets": 8}, "train", 4, False, 0, pack=pack)
+  batch = task.batch_sequence(cfg, 0, 1, 0)[0]
+  texts = TokenStream(tmp_path / "prepared", "train").read([0, 8, 16, 24], 8)
+  end = np.zeros_like(texts[:, :1])
+  expected = {
+    "llama": (np.hstack([end, texts[:, :-1]]), texts),
+    "qwen": (np.hstack([texts[:, :-1], end]), np.hstack([texts[:, 1:], end])),
+  }[case]
+  np.testing.assert_array_equal(batch["decoder_input_tokens"], expected[0])
+  np.testing.assert_array_equal(batch["decoder_target_tokens"], expected[1])
+  np.testing.assert_array_equal(batch["decoder_loss_weights"], expected[1] > 0)
+  if pack:
+    np.testing.assert_array_equal(batch["decoder_segment_ids"], expected[1] > 0)
+    positions = np.arange(8) * (expected[1] > 0)
+    np.testing.assert_array_equal(batch["decoder_positions"], positions)
+
+
 @pytest.mark.parametrize("case", ["qwen", "t5"])
 def test_prepared_tokens_and_batches_are_those_of_the_folders_vocabulary(
   case: str, tmp_path: pathlib.Path
