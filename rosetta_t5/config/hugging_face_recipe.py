@@ -89,14 +89,11 @@ class _Folder:
     decode_fn, decoding = self._decoding()
     network, lengths = self._network(vocabulary, arguments), self._lengths()
     rate = network.pop("dropout_rate")  # The recipe that is included sets it to DROPOUT_RATE.
-    if (
-      self.is_decoder
-      and decode_fn == "temperature_sample"
-      and self.generation.get("max_new_tokens")
-    ):
+    if self.is_decoder and self.generation.get("max_new_tokens"):
       # A row of a decoder contains the prompt too.
       half = lengths["targets"] // 2
-      decoding["max_decode_steps"] = min(self.generation["max_new_tokens"], half)
+      limit = "max_decode_step" if self.beams > 1 else "max_decode_steps"
+      decoding[limit] = min(self.generation["max_new_tokens"], half)
     base, config_class, model_class = _BASES[self.package]
     values = {
       **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
@@ -109,6 +106,8 @@ class _Folder:
     }
     if self.beams > 1:
       values[f"models.{model_class}.predict_batch_with_aux.num_decodes"] = self.beams
+    if len(ends := self._ends()) > 1:
+      values[f"models.{model_class}.predict_batch_with_aux.decoder_params"] = {"eos_id": ends}
     if (network.get("encoder") or {}).get("global_block_size"):  # blocks of packed rows are refused
       values |= {f"{use}/utils.DatasetConfig.pack": False for use in ("train", "train_eval")}
     head = f"# {self.path}\ninclude '{base}'\n{_IMPORTS}"
@@ -199,6 +198,11 @@ class _Folder:
       arguments["temperature"] = float(given.get("temperature", 1.0))
       arguments |= {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": top_k}
     return "temperature_sample", arguments
+
+  def _ends(self) -> list[int]:
+    """Returns the ids that end what the model generates; the vocabulary has one of them."""
+    ends = self.generation.get("eos_token_id", self.config.get("eos_token_id"))
+    return [end + self.is_shifted for end in ends] if isinstance(ends, list) else []
 
   def _controls(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that all decode functions have, and notes the settings without effect."""

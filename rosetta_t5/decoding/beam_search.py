@@ -44,10 +44,10 @@ class BeamState(struct.PyTreeNode):
 
 
 class _Candidates(NamedTuple):
-  """The 2·beams best continuations of the live beams, the best first.
+  """The best continuations of the live beams, the best first: 2·beams of them with one end token.
 
-  Each live beam has one continuation that ends, so at most half of the candidates have ended and enough
-  unfinished ones remain for all beams.
+  Each live beam has one continuation that ends for each end token. There are as many candidates as these
+  and the beams, so enough unfinished ones remain for all beams.
   """
 
   log_probs_BC: jax.Array
@@ -101,7 +101,7 @@ def beam_search(
   inputs: Int[Array, "batch length"],
   cache: beams.Cache,
   tokens_to_logits: next_token.TokensToLogits,
-  eos_id: int,
+  eos_id: next_token.EndIds,
   num_decodes: Positive = 4,
   alpha: float | Float[Array, ""] = 0.6,
   max_decode_len: Positive | None = None,
@@ -126,7 +126,7 @@ def beam_search(
     inputs: a prompt, shifted right by one position; decodes begin with its tokens up to its first padding.
     cache: the model's cache for `batch` sequences.
     tokens_to_logits: returns the next token's logits, and the cache with one more position.
-    eos_id: the token that ends a sequence.
+    eos_id: the token that ends a sequence, or several that do.
     num_decodes: the number of beams, and of sequences returned.
     alpha: the strength of the brevity penalty.
     max_decode_len: the maximum length of a decode; None for the length of `inputs`.
@@ -206,7 +206,7 @@ def _next_log_probs(
   state: BeamState,
   tokens_to_logits: next_token.TokensToLogits,
   prompts_BL: jax.Array,
-  eos_id: int,
+  eos_id: next_token.EndIds,
   controls: next_token.Controls,
 ) -> tuple[jax.Array, Any]:
   """Returns the log probabilities [batch, beam, vocabulary] of the next tokens, and the new cache."""
@@ -233,25 +233,28 @@ def _next_log_probs(
 
 
 def _best_continuations(
-  state: BeamState, log_probs_BKV: jax.Array, prompts_BL: jax.Array, eos_id: int, pad_id: int
+  state: BeamState,
+  log_probs_BKV: jax.Array,
+  prompts_BL: jax.Array,
+  eos_id: next_token.EndIds,
+  pad_id: int,
 ) -> _Candidates:
   """Returns the best continuations by one token; in a prompt, the continuation by its token."""
   batch_size, beam_size, vocab = log_probs_BKV.shape
   log_probs_BKV = log_probs_BKV + state.live_logprobs[..., None]
-  log_probs_BC, chosen_BC = beams.top_k_two_stage(
-    log_probs_BKV.reshape(batch_size, -1), 2 * beam_size
-  )
+  count = (1 + len(next_token.end_ids(eos_id))) * beam_size
+  log_probs_BC, chosen_BC = beams.top_k_two_stage(log_probs_BKV.reshape(batch_size, -1), count)
   tokens_BC, parents_BC = chosen_BC % vocab, chosen_BC // vocab
   index_B1 = _index_like(state.cur_index, prompts_BL)[:, :1] + 1
   prompt_B1 = jnp.take_along_axis(prompts_BL, index_B1, axis=1)
   # The prompt's token has probability 1, and only one beam continues with it.
-  log_probs_BC = jnp.where(prompt_B1 == pad_id, log_probs_BC, _first_only(2 * beam_size)[None])
+  log_probs_BC = jnp.where(prompt_B1 == pad_id, log_probs_BC, _first_only(count)[None])
   tokens_BC = jnp.where(prompt_B1 == pad_id, tokens_BC, prompt_B1)
-  seqs_BCL = beams.gather_beams(state.live_seqs, parents_BC, batch_size, beam_size, 2 * beam_size)
+  seqs_BCL = beams.gather_beams(state.live_seqs, parents_BC, batch_size, beam_size, count)
   position_BCL = jnp.broadcast_to(jnp.arange(seqs_BCL.shape[-1]), seqs_BCL.shape)
   is_next = position_BCL == _index_like(state.cur_index, seqs_BCL) + 1
   seqs_BCL = jnp.where(is_next, tokens_BC[..., None], seqs_BCL)
-  return _Candidates(log_probs_BC, seqs_BCL, parents_BC, tokens_BC == eos_id)
+  return _Candidates(log_probs_BC, seqs_BCL, parents_BC, next_token.is_end(tokens_BC, eos_id))
 
 
 def _select_live(

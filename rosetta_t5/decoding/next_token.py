@@ -38,6 +38,8 @@ class DecodingState(struct.PyTreeNode):
 # Returns the next token's logits [batch · decodes, vocabulary] and the cache with one more position.
 TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Any]]
 
+EndIds = int | Sequence[int]  # the id of the token that ends a decode, or those of several
+
 _ANY, _NONE = -1, -2  # In place of a token: one that equals every token, and one that equals none.
 
 
@@ -50,7 +52,7 @@ class Controls(NamedTuple):
     no_repeat_ngram_size: no sequence of this many tokens occurs twice; 0 allows all.
     min_length: a decode does not end before it has this many tokens, start token and prompt included.
     min_new_tokens: the same without start token and prompt.
-    bad_words_ids: sequences of tokens that do not occur. The token that ends a decode is left out.
+    bad_words_ids: sequences of tokens that do not occur. Tokens that end a decode are left out.
     pad_id: the token that is padding.
   """
 
@@ -62,12 +64,22 @@ class Controls(NamedTuple):
   pad_id: int = 0
 
 
+def end_ids(eos_id: EndIds) -> tuple[int, ...]:
+  """Returns the ids of all tokens that end a decode."""
+  return tuple(eos_id) if isinstance(eos_id, Sequence) else (eos_id,)
+
+
+def is_end(tokens: Int[Array, "..."], eos_id: EndIds) -> Bool[Array, "..."]:
+  """Returns whether each token ends a decode."""
+  return jnp.isin(tokens, jnp.array(end_ids(eos_id)))
+
+
 def apply_controls(
   logits: Float[Array, "decodes vocab"],
   tokens: Int[Array, "decodes length"],
   position: Int[Array, " decodes"],
   prompts: Int[Array, "decodes prompt_length"],
-  eos_id: int,
+  eos_id: EndIds,
   controls: Controls,
 ) -> Float[Array, "decodes vocab"]:
   """Returns the logits, or log probabilities, of the next tokens with all controls applied.
@@ -77,7 +89,7 @@ def apply_controls(
     tokens: the tokens so far, from the start token at position 0; later positions are ignored.
     position: the position of each decode's newest token.
     prompts: the start token, and the prompt's tokens up to the first padding.
-    eos_id: the token that ends a decode.
+    eos_id: the token that ends a decode, or several that do.
     controls: what to apply. Defaults add nothing to the program.
 
   Raises:
@@ -88,12 +100,14 @@ def apply_controls(
     logits = _penalize_repetition(logits, tokens, position_Nx1, controls.repetition_penalty)
   if controls.no_repeat_ngram_size:
     logits = _forbid_ngrams(logits, tokens, position_Nx1, controls.no_repeat_ngram_size)
-  if words := [word for word in map(tuple, controls.bad_words_ids) if word != (eos_id,)]:
+  ends = [(end,) for end in end_ids(eos_id)]
+  if words := [word for word in map(tuple, controls.bad_words_ids) if word not in ends]:
     logits = _forbid_words(logits, tokens, position_Nx1, words)
   if controls.min_length or controls.min_new_tokens:
     new_Nx1 = position_Nx1 - jnp.sum(prompts[:, 1:] != controls.pad_id, axis=1, keepdims=True)
     is_short = (position_Nx1 + 1 < controls.min_length) | (new_Nx1 < controls.min_new_tokens)
-    logits = _forbid(logits, jnp.full_like(position_Nx1, eos_id), is_short)
+    ends_NE = jnp.broadcast_to(jnp.array(end_ids(eos_id)), (len(logits), len(ends)))
+    logits = _forbid(logits, ends_NE, is_short)
   return logits
 
 

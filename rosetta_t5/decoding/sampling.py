@@ -58,7 +58,7 @@ def temperature_sample(
   inputs: Int[Array, "batch length"],
   cache: beams.Cache,
   tokens_to_logits: next_token.TokensToLogits,
-  eos_id: int,
+  eos_id: next_token.EndIds,
   decode_rng: jax.Array | None = None,
   num_decodes: Positive = 1,
   temperature: NonNegativeNumber | Float[Array, "..."] = 1.0,
@@ -87,7 +87,7 @@ def temperature_sample(
       their probabilities are not counted.
     cache: the model's cache for `batch` sequences.
     tokens_to_logits: returns the next token's logits, and the cache with one more position.
-    eos_id: the token that ends a sequence. Occurrences in the prompt do not end it.
+    eos_id: the token that ends a sequence, or several that do. Occurrences in the prompt do not end it.
     decode_rng: the random key; None for PRNGKey(0).
     num_decodes: the number of samples per sequence of the batch.
     temperature: divides the logits; 0 selects the most probable token. A scalar, or [batch].
@@ -133,7 +133,7 @@ def temperature_sample(
     max_len = jnp.minimum(max_len, lengths + max_decode_steps)
 
   def count_eos(sequences: jax.Array) -> jax.Array:
-    return jnp.sum(sequences == eos_id, axis=-1, keepdims=True)
+    return jnp.sum(next_token.is_end(sequences, eos_id), axis=-1, keepdims=True)
 
   eos_in_prompt = count_eos(start.sequences)
   change_state = state_callback_fn or (lambda state: state)

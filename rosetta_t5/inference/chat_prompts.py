@@ -30,7 +30,8 @@ class ChatPrompts:
     # A decoder's start token takes the place of the begin token.
     has_start = isinstance(model, DecoderOnlyModel) and vocabulary.starts_rows
     self._begin = vocabulary.folder.named.get("bos_token", "") if has_start else ""
-    self.decoding: dict[str, Any] = {"decoder_params": {"eos_id": self._template.end_id()}}
+    ends = sorted({*vocabulary.end_ids, self._template.end_id()})
+    self.decoding: dict[str, Any] = {"decoder_params": {"eos_id": ends}}
     self.preprocessors: list[Callable[..., Any]] = chat_preprocessors()
 
   def __call__(self, messages: Sequence[Message]) -> str:

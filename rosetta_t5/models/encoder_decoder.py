@@ -155,7 +155,7 @@ class EncoderDecoderModel(BaseTransformerModel):
       batch: `encoder_input_tokens` [B, S] and `decoder_input_tokens` [B, T]; T limits the decodes.
       rng: the random key for sampling.
       decoder_params: further arguments of `decode_fn`, such as `alpha`, `max_decode_len`,
-        `temperature` or `decode_rng`; an `eos_id` here overrides the vocabulary's.
+        `temperature` or `decode_rng`; an `eos_id`, or a list of them, overrides the vocabulary's.
       return_all_decodes: whether to return all decodes, [B, N, T], the best last, or the best,
         [B, T]; None for the model's default.
       num_decodes: N; None for the model's default.

@@ -103,6 +103,55 @@ def test_infer_answers_texts_and_conversations_as_transformers_does(shape, tmp_p
   assert predictions == expected
 
 
+def best_of_beams(model: Any, ids: list[int], ends: list[int], beams: int) -> list[int]:
+  """Returns the best of T5X's beam search with the logits of Transformers.
+
+  Transformers' own search ignores an end that is not among the best candidates; T5X's does not.
+  """
+  live: list[tuple[float, list[int]]] = [(0.0, [])]
+  finished = []
+  for _ in range(TOKENS):
+    with torch.no_grad():
+      logits = model(torch.tensor([ids + new for _, new in live])).logits[:, -1]
+    rows = zip(live, logits.log_softmax(-1).tolist(), strict=True)
+    grown = [(p + q, [*new, n]) for (p, new), row in rows for n, q in enumerate(row)]
+    best = sorted(grown, reverse=True)[: (1 + len(ends)) * beams]
+    finished += [x for x in best if x[1][-1] in ends]
+    live = [x for x in best if x[1][-1] not in ends][:beams]
+  return max(finished or live)[1]
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_a_text_ends_at_each_end_token_of_the_folder(shape, beams, tmp_path, monkeypatch):
+  model, tokenizer = save(shape, tmp_path / "model", monkeypatch)
+  options = {"max_new_tokens": TOKENS, "num_beams": beams, "length_penalty": 0.0}
+
+  def generate(text: str, ends: list[int]) -> list[int]:
+    ids = tokenizer(text)["input_ids"]
+    if beams > 1:
+      return best_of_beams(model, ids, ends, beams)
+    row = model.generate(torch.tensor([ids]), do_sample=False, eos_token_id=ends, **options)[0]
+    return row[len(ids) :].tolist()
+
+  # A token that a text has without this end is its second end.
+  ends = [tokenizer.eos_token_id]
+  tokens = generate(TEXTS[0], ends)
+  ends.append(tokens[4])
+  generation = tmp_path / "model/generation_config.json"
+  generation.write_text(json.dumps({**options, "eos_token_id": ends}))
+  expected = [generate(text, ends) for text in TEXTS]
+  assert expected[0][-1] == ends[1]
+  assert len(expected[0]) < len(tokens)
+  (tmp_path / "texts").write_text("\n".join(TEXTS))
+  arguments = ["--model_dir", tmp_path / "model", "--input", tmp_path / "texts"]
+  arguments += ["--output", tmp_path / "out", "--input_length", 160, "--output_length", TOKENS]
+  assert cli.main(["infer", *map(str, arguments)]) == 0
+  rows = [json.loads(row)["prediction"] for row in (tmp_path / "out").read_text().splitlines()]
+  texts = [tokenizer.decode(row, skip_special_tokens=True) for row in expected]
+  assert [row.strip() for row in rows] == [text.strip() for text in texts]
+
+
 @pytest.mark.parametrize("pack", [False, True])
 def test_rows_without_a_start_token_have_the_logits_of_their_texts(pack, tmp_path, monkeypatch):
   model, _ = save("qwen3", tmp_path, monkeypatch)

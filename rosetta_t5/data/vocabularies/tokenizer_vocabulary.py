@@ -72,6 +72,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return number
 
   @property
+  def end_ids(self) -> set[int]:
+    """The ids of all tokens with which texts of the folder's model may end."""
+    return {self.eos_id, *(number + self._shift for number in self.folder.end_ids)}
+
+  @property
   def bos_id(self) -> int | None:
     """The id of the begin token; None if the folder names none."""
     return self._id(self.folder.named.get("bos_token"))
