@@ -199,6 +199,19 @@ class Kernel(NamedTuple):
   prepare: Callable[[Visibility], Any] = lambda visible: visible
 
 
+def prepare(kernel: str, visible: Any, windows: Window | None = None) -> tuple[Any, Any]:
+  """Returns a `Visibility` in the form that a kernel takes, for global and for local layers.
+
+  The second is None without windows. A mask, or None, is returned unchanged for both.
+  """
+  if not isinstance(visible, Visibility):
+    return visible, visible
+  convert = KERNELS[kernel].prepare
+  if windows is None:
+    return convert(visible), None
+  return convert(visible), convert(dataclasses.replace(visible, window=windows))
+
+
 def attend(
   kernel: str, operands: Operands, setting: str = "attention_kernel"
 ) -> Float[Array, "B T H K"]:

@@ -25,6 +25,7 @@ from rosetta_t5.networks.expert_settings import (
   ROUTERS,
   ExpertSettings,
 )
+from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.matmuls import Matmul
 from rosetta_t5.networks.layers.norms import NORMS
 from rosetta_t5.networks.layers.stack import REMAT_POLICIES
@@ -115,6 +116,9 @@ class NetworkConfig(ExpertSettings):
     decoder_start_token_id: the token whose embedding starts the decoder's inputs; None for `pad_id`. Batches
       start with `pad_id` in any case, and the network replaces it.
     decoder_expert_layer_period: the decoder's `expert_layer_period`; None for the same.
+    prompt_length: how many trained vectors precede the embedded inputs of the encoder, or of a network without
+      one (prompt tuning); their width is `emb_dim`, and `embedding_scale` does not apply to them.
+    prompt_init: initializer of these vectors; None for uniform values between 0 and 0.5.
     scan_layers: whether layers are scanned and their parameters stacked under `decoder/decoder`, which
       suits deep models.
     param_scan_axis: the axis that parameters are stacked along, 0 or 1.
@@ -178,6 +182,8 @@ class NetworkConfig(ExpertSettings):
   unused_rows: NonNegative = 0
   decoder_start_token_id: NonNegative | None = None
   decoder_expert_layer_period: Positive | None = None
+  prompt_length: NonNegative = 0
+  prompt_init: Initializer | None = None
   scan_layers: bool = False
   param_scan_axis: int = 1
   matmul: Matmul | None = None

@@ -106,6 +106,7 @@ def attention_cases(
   """
   sides = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
   lengths = {side: batch[name].shape[1] for side, name in sides.items() if name in batch}
+  lengths[next(iter(lengths))] += config.prompt_length
   size, shards = batch["decoder_target_tokens"].shape[0], mesh.get(MODEL_AXIS, 1)
 
   def make(side: str, **attributes: Any) -> AttentionCase:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.attention import KERNELS, Visibility
+from rosetta_t5.kernels.attention import Visibility, prepare
 from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.block import Block, relative_bias
@@ -32,6 +32,7 @@ from rosetta_t5.networks.layers.embedding import (
 )
 from rosetta_t5.networks.layers.global_blocks import block_ids_of, with_block_bias
 from rosetta_t5.networks.layers.norms import make_norm
+from rosetta_t5.networks.layers.prompt import Prompt, after_prompt
 from rosetta_t5.networks.layers.stack import LayerInputs, run_stack
 
 __all__ = ["Decoder", "DecoderWrapper", "Encoder", "ScalableT5Config", "T5Config", "Transformer"]
@@ -58,17 +59,19 @@ class Encoder(nn.Module):
     encoder_mask: Mask = None,
     deterministic: bool = False,
     encoder_positions: Int[Array, "B S"] | None = None,
-  ) -> Float[Array, "B S D"]:
-    """Returns the encoded tokens; positions are None for those in the row."""
+  ) -> Float[Array, "B P_and_S D"]:
+    """Returns the encoded prompt and tokens; positions are None for those in the row."""
     cfg = self.config
-    positions = encoder_positions
+    positions, prompt_length = encoder_positions, cfg.prompt_length
+    encoder_mask = after_prompt(encoder_mask, prompt_length)
     if positions is None and cfg.positions != "relative":
-      positions = jnp.arange(encoder_input_tokens.shape[1], dtype=jnp.int32)[None]
-    visible, local = _prepared(cfg, encoder_mask, cfg.kernel)
+      length = prompt_length + encoder_input_tokens.shape[1]
+      positions = jnp.arange(length, dtype=jnp.int32)[None]
+    visible, local = prepare(cfg.kernel, encoder_mask, cfg.windows)
     inputs = LayerInputs(visible, local, positions=positions, deterministic=deterministic)
     inputs = dataclasses.replace(inputs, block_ids=block_ids_of(cfg, encoder_mask))
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
-    x = _embed(self, embedding, encoder_input_tokens, inputs)
+    x = _embed(self, embedding, encoder_input_tokens, inputs, prompt_length)
     x = make_norm(cfg, "encoder_norm")(_run_layers(self, "encoder", x, inputs))
     return Dropout(cfg.dropout_rate)(x, deterministic)
 
@@ -101,45 +104,47 @@ class Decoder(nn.Module):
     prefill_lengths: Int[Array, " B"] | None = None,
   ) -> Float[Array, "B T V"] | LogitFactors:
     """Returns the float32 logits; see `DecoderWrapper` for the arguments."""
-    cfg, cross = self.config, encoder_decoder_mask
+    cfg = self.config
     kernel = "xla" if decode or prefill or cfg.merged_attention else cfg.kernel
-    positions = None
+    prompt_length, positions = 0 if "encoder" in cfg.sides else cfg.prompt_length, None
+    # In a decoding step the prompt is in the cache.
+    new_vectors = 0 if decode and self.variables.get("cache") else prompt_length
+    decoder_mask = after_prompt(decoder_mask, new_vectors)
+    prefill_lengths = None if prefill_lengths is None else prefill_lengths + prompt_length
     if cfg.positions != "relative":
-      steps = (decode, prefill_lengths)
-      positions = self._positions(decoder_input_tokens, decoder_positions, *steps)
-    if isinstance(cross, Visibility):
-      cross = KERNELS[kernel].prepare(cross)
+      length = new_vectors + decoder_input_tokens.shape[1]
+      positions = self._positions(length, decoder_positions, decode, prefill_lengths)
     inputs = LayerInputs(
-      *_prepared(cfg, decoder_mask, kernel),
-      cross_visible=cross,
+      *prepare(kernel, decoder_mask, cfg.windows),
+      cross_visible=prepare(kernel, encoder_decoder_mask)[0],
       encoded=None if encoded is None else _swap_length(cfg, encoded),
       positions=positions,
       prefill_lengths=prefill_lengths,
       deterministic=deterministic,
       decode=decode,
       prefill=prefill,
-      cache_length=max_decode_length,
+      cache_length=max_decode_length and max_decode_length + prompt_length,
     )
     tokens, start = decoder_input_tokens.astype(jnp.int32), cfg.decoder_start_token_id
     if start not in (None, cfg.pad_id):
       tokens = jnp.where(tokens == cfg.pad_id, start, tokens)
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
-    y = _embed(self, embedding, tokens, inputs)
-    y = make_norm(cfg, "decoder_norm")(_run_layers(self, "decoder", y, inputs))
+    y = _embed(self, embedding, tokens, inputs, new_vectors)
+    y = make_norm(cfg, "decoder_norm")(_run_layers(self, "decoder", y, inputs)[:, new_vectors:])
     name = _dropout_name(cfg, "output_dropout")
     y = feature_dropout(cfg.dropout_rate, name=name)(y, deterministic)
     return output_layer(cfg, embedding, y, return_logits)
 
   def _positions(
     self,
-    tokens_BT: jax.Array,
+    length: int,
     positions_BT: jax.Array | None,
     decode: bool,
     prefill_lengths: jax.Array | None,
   ) -> jax.Array:
-    """Returns each token's position, [B or 1, T]; the cache stores the next one for decoding."""
+    """Returns the `length` positions T, [B or 1, T]; the cache stores the next one for decoding."""
     cfg = self.config
-    position_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+    position_1T = jnp.arange(length, dtype=jnp.int32)[None]
     if prefill_lengths is None and not decode:
       return position_1T if positions_BT is None else positions_BT
     # The cache of scanned layers has the batch as its second dimension.
@@ -167,26 +172,20 @@ def _swap_length(config: NetworkConfig, x: jax.Array) -> jax.Array:
   return x.swapaxes(0, 1) if config.transpose_batch_sequence else x
 
 
-def _prepared(config: NetworkConfig, mask: Mask, kernel: str) -> tuple[Any, Any]:
-  """Returns which query sees which key in the form that a kernel takes, for global and local layers."""
-  if not isinstance(mask, Visibility):
-    return mask, mask
-  prepare, local = KERNELS[kernel].prepare, None
-  if config.windows is not None:
-    local = prepare(dataclasses.replace(mask, window=config.windows))
-  return prepare(mask), local
-
-
-def _embed(stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInputs) -> jax.Array:
-  """Returns the input of the first layer of `stack`."""
+def _embed(
+  stack: nn.Module, embedding: Any, tokens: jax.Array, inputs: LayerInputs, prompt_length: int
+) -> jax.Array:
+  """Returns the input of the first layer of `stack`, which begins with a prompt if it has a length."""
   cfg: NetworkConfig = stack.config
   x = embedding(tokens.astype(jnp.int32))
   if cfg.embedding_scale != 1:
     x = x * jnp.asarray(cfg.embedding_scale, x.dtype)
   if cfg.end_of_image_id is not None:
     x = embedding.with_end_of_image(tokens, x)
+  if prompt_length:
+    x = Prompt(cfg, parent=stack, name="prompt")(x)
   if cfg.positions == "learned":
-    x = x + position_vectors(cfg, inputs.positions, inputs.cache_length or tokens.shape[1])
+    x = x + position_vectors(cfg, inputs.positions, inputs.cache_length or x.shape[1])
   dropout = feature_dropout(cfg.dropout_rate, name=_dropout_name(cfg, "input_dropout"))
   x = _swap_length(cfg, dropout(x, inputs.deterministic).astype(cfg.dtype))
   return gpu_fusion.store_rows(stack, x, cfg.row_axes)
@@ -231,8 +230,8 @@ class Transformer(nn.Module):
     encoder_segment_ids: Int[Array, "B S"] | None = None,
     enable_dropout: bool = True,
     encoder_positions: Int[Array, "B S"] | None = None,
-  ) -> Float[Array, "B S D"]:
-    """Returns the encoded inputs; nothing attends to padding."""
+  ) -> Float[Array, "B P_and_S D"]:
+    """Returns the encoded inputs, after those of the prompt; nothing attends to padding."""
     real, ids = encoder_input_tokens != self.config.pad_id, encoder_segment_ids
     visible = Visibility.of_tokens(real, real, ids, ids)
     options: dict[str, Any] = {}  # T5X's encoders do not have positions
@@ -242,7 +241,7 @@ class Transformer(nn.Module):
 
   def decode(
     self,
-    encoded: Float[Array, "B S D"],
+    encoded: Float[Array, "B P_and_S D"],
     encoder_input_tokens: Int[Array, "B S"],
     decoder_input_tokens: Int[Array, "B T"],
     decoder_target_tokens: Int[Array, "B T"],
@@ -269,7 +268,8 @@ class Transformer(nn.Module):
       max_decode_length: the number of positions in the cache.
       return_logits: False returns the logits' two factors; see `output_layer`.
     """
-    real_inputs = encoder_input_tokens != self.config.pad_id
+    prompt = ((0, 0), (self.config.prompt_length, 0))
+    real_inputs = jnp.pad(encoder_input_tokens != self.config.pad_id, prompt, constant_values=True)
     ids, input_ids, visible = decoder_segment_ids, encoder_segment_ids, None
     if decode:
       # A decoding step has no padding, and the cache masks the positions after it.

@@ -46,6 +46,8 @@ _REPLICATED_AXES = (
   "layers",
   "stack",
   "mlp_activations",
+  "prompt",
+  "prompt_embed",
 )
 
 # The setting of `PjitPartitioner` that determines the size of a mesh axis, if it is not `mesh`.

@@ -58,6 +58,8 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
     "unmodeled": FactorDim.NONE,
     "layers": FactorDim.BATCH,  # layers stacked by nn.scan
     "stack": FactorDim.BATCH,  # parameters stacked by the user
+    "prompt": FactorDim.NONE,  # this axis and the next are those of T5X's prompt tuning
+    "prompt_embed": FactorDim.NONE,
   }
 
 
