@@ -24,6 +24,7 @@ from rosetta_t5.telemetry.metrics_manager import as_floats
 from rosetta_t5.training import BaseTrainer, TrainState
 from rosetta_t5.training.actions import ActionMode, BaseAction, run_actions
 from rosetta_t5.training.losses import METRIC_PER_TOKEN
+from rosetta_t5.training.train_state import trained_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +251,8 @@ class TrainLoop:
 
   def _check_values(self, values: Mapping[str, float]) -> None:
     """Raises an error if the state after this step must not be saved."""
-    record, state = self.trainer.first_nonfinite, self.trainer.train_state
-    run_metrics.raise_if_nonfinite(record, state, self.manager, values, self._step)
+    record, params = self.trainer.first_nonfinite, trained_params(self.trainer.train_state)
+    run_metrics.raise_if_nonfinite(record, params, self.manager, values, self._step)
 
   def _restore_after_skips(self) -> None:
     """Restores the last checkpoint before too many skipped steps; the data and the step continue.

@@ -34,6 +34,7 @@ PACKAGES = (
   "checkpoints",
   "data",
   "models",
+  "adapters",
   "training",
   "decoding",
   "networks",

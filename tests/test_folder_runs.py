@@ -84,8 +84,8 @@ def found(request, tmp_path_factory):
   return request.param, make_folder(root / "model", request.param), root / "rows.jsonl"
 
 
-def train(found, model_dir, *bindings):
-  """Trains two steps and returns the losses and the model's directory."""
+def train(found, model_dir, *bindings, imports=(), steps=(1, 2)):
+  """Trains two steps and returns the losses of `steps`."""
   family, path, rows = found
   is_decoder = family in _DECODERS
   names = {"config": "TransformerConfig" if is_decoder else "T5Config"}
@@ -115,7 +115,7 @@ def train(found, model_dir, *bindings):
     "OPTIMIZER": "@optimizers.sgd()",
     "optimizers.sgd.learning_rate": 0.001,
   }
-  flags = ["--gin_bindings=from t5x import optimizers"]
+  flags = ["--gin_bindings=from t5x import optimizers", *imports]
   flags += [f"--gin.{name}={value}" for name, value in values.items()]
   if is_decoder:
     flags.append(
@@ -135,7 +135,7 @@ def train(found, model_dir, *bindings):
       gin.clear_config()
   assert status == 0, out.getvalue()[-3000:]
   values = logged(model_dir)
-  return [values[step]["loss_per_nonpadding_target_token"] for step in (1, 2)]
+  return [values[step]["loss_per_nonpadding_target_token"] for step in steps]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Checkpoints: written in T5X's Orbax layout in the background, and read from any layout."""
 
+from rosetta_t5.checkpoints.adapter_checkpoints import adapter_facts
 from rosetta_t5.checkpoints.checkpoint_folders import (
   UnreadableCheckpointError,
   all_steps,

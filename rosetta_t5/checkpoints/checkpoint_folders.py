@@ -27,6 +27,8 @@ from rosetta_t5.files import (
 from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
+# The run fact of a run that trains an adapter; see `adapter_checkpoints`.
+ADAPTER = "adapter"
 DATASET_ITEM = "dataset"
 RUN_FACTS = "run_facts.json"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
@@ -236,7 +238,8 @@ def describe(path: epath.Path) -> str:
 def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {flat name: array} of the checkpoint at `path`, under T5X's names.
 
-  No value is read yet, except the step of a `checkpoint_STEP` folder. Files are not verified.
+  No value is read yet, except the step of a `checkpoint_STEP` folder. Files are not verified. What the
+  checkpoint of an adapter leaves out is read from its base.
 
   Args:
     path: a checkpoint of any layout: Orbax, T5X's older one, Mesh TensorFlow (folder or prefix), or a
@@ -259,7 +262,29 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
       f"{path} contains the checkpoint of step {step}. Rename it to {STEP_PREFIX}_{step}, or, to restore a "
       f"copy, to a name that does not begin with {STEP_PREFIX}_"
     )
-  return arrays
+  base = adapter_fact(path).get("base") if is_step_folder else None
+  if base is None:
+    return arrays
+  if find_checkpoint_type(base) is None:
+    raise ValueError(
+      f"{path} has the adapter only, and its base {base} is missing: move it back to this path, or put a link "
+      "to it there"
+    )
+  return {**{n: x for n, x in read_arrays(base).items() if n.startswith("target/")}, **arrays}
+
+
+def adapter_fact(path: epath.PathLike) -> dict[str, Any]:
+  """Returns what a checkpoint states about its adapter; {} if it has none.
+
+  Raises:
+    UnreadableCheckpointError: the file that states it is damaged.
+  """
+  if step_of(path) is None:
+    return {}
+  try:
+    return read_run_facts(path).get(ADAPTER) or {}
+  except DamagedFileError as error:
+    raise unreadable_error(path, error) from error
 
 
 def stored_step(arrays: Mapping[str, StoredArray]) -> int | None:

@@ -108,7 +108,11 @@ def verify_arrays(path: epath.PathLike, write: bool = False) -> int:
     has_checksums = checkpoint_folders.verify_files(folder)
   except checkpoint_folders.UnreadableCheckpointError as error:
     problems.append(str(error))
-  arrays = checkpoint_folders.read_arrays(folder)
+  arrays: dict[str, StoredArray] = {}
+  try:
+    arrays = checkpoint_folders.read_arrays(folder)
+  except checkpoint_folders.UnreadableCheckpointError as error:
+    problems.append(str(error))
   for name, array in arrays.items():
     try:
       is_float = jnp.issubdtype(array.dtype, jnp.floating)

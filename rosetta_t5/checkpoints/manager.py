@@ -182,7 +182,10 @@ class OrbaxCheckpointManagerInterface:
       return step in self._steps
     self.wait_until_finished()
     changes = state_transformation_fns or self.state_transformation_fns
-    state = saved_items.state_args(train_state, self._partitioner, changes, self._save_dtype)
+    omitted = self.run_facts.get(checkpoint_folders.ADAPTER, {}).get("base_parameters", ())
+    state = saved_items.state_args(
+      train_state, self._partitioner, changes, self._save_dtype, omitted
+    )
     items: dict[str, Any] = {checkpoint_folders.STATE_ITEM: state}
     self._saving_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:

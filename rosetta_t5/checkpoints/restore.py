@@ -3,7 +3,7 @@
 import collections
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,20 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5 import terminal
+from rosetta_t5.checkpoints import adapter_checkpoints
 from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import CheckpointMismatchError, convert_tree
-from rosetta_t5.checkpoints.checkpoint_folders import DAMAGE_ERRORS, read_arrays, unreadable_error
+from rosetta_t5.checkpoints.checkpoint_folders import (
+  DAMAGE_ERRORS,
+  adapter_fact,
+  read_arrays,
+  unreadable_error,
+)
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.axis_rules import partition_specs_of
+from rosetta_t5.training.train_state import TrainState
 
 RestoreTransformation = Callable[..., Any]
 
@@ -86,10 +93,13 @@ def restore_train_state(
     transformations=transformations,
     allow_missing=fallback_state is not None,
     allow_unexpected=allow_unexpected,
+    may_lack=_added_names(train_state),
   )
   converted = {
-    name: array.astype(leaf_dtype(name, flat[name].dtype, params_dtype))
+    # Frozen parameters may have a narrower dtype, which is kept.
+    name: array.astype(leaf_dtype(name, own, params_dtype if own == jnp.float32 else None))
     for name, array in matching.items()
+    for own in [flat[name].dtype]
   }
   # Optimizers have leaves without a value (None, empty states), which are not stored.
   restored = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
@@ -100,7 +110,9 @@ def restore_train_state(
   for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
+  restored |= _initialize_added(restored, train_state, shardings)
   restored |= _initialize_missing(restored, train_state, shardings)
+  adapter_checkpoints.check_base(path, adapter_fact(path), restored)
   return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
 
 
@@ -112,6 +124,7 @@ def find_matching_arrays(
   transformations: Sequence[RestoreTransformation] = (),
   allow_missing: bool = False,
   allow_unexpected: bool = False,
+  may_lack: Collection[str] = (),
 ) -> dict[str, StoredArray]:
   """Returns the arrays of a checkpoint that a train state needs, by the train state's flat names.
 
@@ -126,6 +139,7 @@ def find_matching_arrays(
       changed. Its leaves are lazy arrays, which numpy functions read.
     allow_missing: leave out names that the checkpoint lacks and optimizer state that does not match.
     allow_unexpected: ignore names that only the checkpoint has.
+    may_lack: names that the checkpoint may lack.
 
   Raises:
     CheckpointMismatchError: the checkpoint does not match.
@@ -133,6 +147,7 @@ def find_matching_arrays(
   """
   wanted = state_dicts.flatten_arrays(expected)
   found = dict(read_arrays(path) if arrays is None else arrays)
+  found = adapter_checkpoints.merge_if_unknown(found, wanted, adapter_fact(path))
   if not any(map(_is_optimizer_state, wanted)):
     found = state_dicts.with_averages(found)
   if transformations:
@@ -143,11 +158,12 @@ def find_matching_arrays(
   converted = convert_tree(
     {name: lazy_arrays.as_stored_array(x) for name, x in found.items()}, wanted
   )
+  converted = adapter_checkpoints.quantize(converted, wanted)
   # As in T5X, values that the user's transformations do not use are ignored.
   allow_unexpected = allow_unexpected or any(
     fn is not state_dicts.resize_vocabulary for fn in transformations
   )
-  restorable = _find_restorable(path, converted, wanted, allow_missing, allow_unexpected)
+  restorable = _find_restorable(path, converted, wanted, allow_missing, allow_unexpected, may_lack)
   return {name: converted[name] for name in wanted if name in restorable}
 
 
@@ -185,6 +201,7 @@ def _find_restorable(
   expected: Mapping[str, Any],
   allow_missing: bool,
   allow_unexpected: bool,
+  may_lack: Collection[str],
 ) -> set[str]:
   """Returns the names of `expected` that can be restored from `stored`.
 
@@ -195,6 +212,7 @@ def _find_restorable(
     CheckpointMismatchError: there is another difference.
   """
   has_state = any(map(_is_optimizer_state, stored))
+  expected = {name: x for name, x in expected.items() if name in stored or name not in may_lack}
   mismatches = find_mismatches(stored, expected)
   omitted = {mismatch.name for mismatch in mismatches}
   only_state_differs = has_state and omitted and all(map(_is_optimizer_state, omitted))
@@ -294,6 +312,32 @@ def _transfer_to_devices(
       pending.append((name, lazy_arrays.start_device_transfer(array, shardings[name])))
     finish_first(-1)
   return transferred
+
+
+def _added_names(train_state: Any) -> list[str]:
+  """Returns the names of the parameters that an adapter adds, which a checkpoint of its base lacks."""
+  if not isinstance(train_state, TrainState):
+    return []
+  params = state_dicts.flatten_state_dict(train_state.params)
+  added = jax.eval_shape(train_state.optimizer_def.added_values, params)
+  return [f"target/{name}" for name in added]
+
+
+def _initialize_added(
+  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the initial values of what an adapter adds, by flat name, where a checkpoint has none."""
+  missing = [name for name in _added_names(train_state) if name not in restored]
+  if not missing:
+    return {}
+
+  def init(params: Any) -> dict[str, jax.Array]:
+    values = train_state.optimizer_def.added_values(params)
+    return {name: values[name.removeprefix("target/")] for name in missing}
+
+  params = {n.removeprefix("target/"): x for n, x in restored.items() if n.startswith("target/")}
+  initialize = jax.jit(init, out_shardings={name: shardings[name] for name in missing})
+  return dict(initialize(params))
 
 
 def _initialize_missing(

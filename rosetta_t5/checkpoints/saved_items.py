@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,7 @@ def state_args(
   partitioner: BasePartitioner,
   transformations: Sequence[SaveTransformation],
   params_dtype: Any,
+  omitted: Collection[str] = (),
 ) -> ocp.args.PyTreeSave:
   """Returns Orbax's arguments that save a train state.
 
@@ -77,6 +78,7 @@ def state_args(
     transformations: T5X's `state_transformation_fns`: each `fn(state_dict, parameter_infos)` returns
       both of them, changed.
     params_dtype: the dtype of floating-point parameters; None for their own.
+    omitted: the flat names of leaves that are not saved.
   """
   state_dict = train_state.state_dict()
   if transformations:
@@ -91,6 +93,7 @@ def state_args(
   leaves = {
     name: leaf if isinstance(leaf, jax.Array) else jax.device_put(leaf, replicated)
     for name, leaf in state_dicts.flatten_arrays(state_dict).items()
+    if name not in omitted
   }
   save_args = {
     name: ocp.SaveArgs(dtype=leaf_dtype(name, leaf.dtype, params_dtype))

@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
@@ -97,7 +97,9 @@ def convert(
   """
   path = checkpoint_folders.resolve_checkpoint(source)
   verify_files(path)
-  stored = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
+  stored: Any = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
+  if fact := checkpoint_folders.adapter_fact(path):
+    stored = adapter_checkpoints.merge(stored, fact)
   arrays = _select_arrays(stored, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None:

@@ -50,10 +50,12 @@ class BaseModel(abc.ABC):
   Attributes:
     FEATURE_CONVERTER_CLS: the SeqIO feature converter that makes this model's batches.
     module: the linen module that the model wraps, or None.
+    adapter: the `Adapter` that trains few parameters; None if all are trained.
   """
 
   FEATURE_CONVERTER_CLS: Any = None
   module: Any = None
+  adapter: Any = None
 
   # T5X's names: subclasses written for T5X set these two.
   _loss_normalizing_factor: float | losses.SpecialLossNormalizingFactor | None = None

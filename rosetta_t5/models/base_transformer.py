@@ -13,6 +13,8 @@ from flax.core import freeze, unfreeze
 from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
+from rosetta_t5.adapters import Adapter
+from rosetta_t5.adapters.optimizer import AdapterOptimizer
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
 from rosetta_t5.models.batch_metrics import Metrics, add_expert_losses, compute_base_metrics
@@ -42,6 +44,7 @@ class BaseTransformerModel(BaseModel):
     loss_chunk_length: int | None = None,
     aux_loss_factor: float = 0.0,
     router_z_loss_factor: float = 0.0,
+    adapter: Adapter | None = None,
   ):
     """Builds a model around a linen module.
 
@@ -60,13 +63,18 @@ class BaseTransformerModel(BaseModel):
       aux_loss_factor: the weight of the mean load balancing loss of layers with experts. It is added
         to the normalized loss of the tokens, as in T5X once per microbatch; see `share_of_batch`.
       router_z_loss_factor: the weight of the mean z-loss of their routers, added in the same way.
+      adapter: trains few parameters, which it may add to `module`; None trains all.
 
     Raises:
       ValueError: `loss_normalizing_factor` is an unknown name; `loss_chunk_length` is set, but the model
         overrides `_compute_metrics`; or a factor is set, but no layer has experts.
     """
+    if adapter is not None:
+      module = adapter.adapt(module)
+      optimizer_def = optimizer_def and AdapterOptimizer(optimizer_def, adapter)
     super().__init__(optimizer_def)
     self.module = module
+    self.adapter = adapter
     self._input_vocabulary = input_vocabulary
     self._output_vocabulary = output_vocabulary
     self._decode_fn = decode_fn

@@ -12,6 +12,7 @@ from flax.core import freeze
 from jaxtyping import Array, Int
 
 from rosetta_t5 import decoding
+from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
@@ -47,6 +48,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     loss_chunk_length: Positive | None = None,
     aux_loss_factor: NonNegativeNumber = 0.0,
     router_z_loss_factor: NonNegativeNumber = 0.0,
+    adapter: Adapter | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -65,13 +67,14 @@ class DecoderOnlyModel(BaseTransformerModel):
       loss_chunk_length: see `BaseTransformerModel`.
       aux_loss_factor: see `BaseTransformerModel`.
       router_z_loss_factor: see `BaseTransformerModel`.
+      adapter: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._inputs_bidirectional_attention = inputs_bidirectional_attention
     network = (module, vocabulary, vocabulary, optimizer_def, decode_fn)
     loss_settings = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
-    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor)
+    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor, adapter)
 
   def get_initial_variables(
     self,

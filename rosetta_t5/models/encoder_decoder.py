@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rosetta_t5 import decoding
+from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argument
 from rosetta_t5.models.base_transformer import BaseTransformerModel
@@ -60,6 +61,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     loss_chunk_length: Positive | None = None,
     aux_loss_factor: NonNegativeNumber = 0.0,
     router_z_loss_factor: NonNegativeNumber = 0.0,
+    adapter: Adapter | None = None,
   ):
     """Builds the model; see `BaseTransformerModel` for the arguments that are not described here.
 
@@ -77,13 +79,14 @@ class EncoderDecoderModel(BaseTransformerModel):
       loss_chunk_length: see `BaseTransformerModel`.
       aux_loss_factor: see `BaseTransformerModel`.
       router_z_loss_factor: see `BaseTransformerModel`.
+      adapter: see `BaseTransformerModel`.
     """
     if feature_converter_cls is not None:
       self.FEATURE_CONVERTER_CLS = feature_converter_cls
     self._default_decoder_params = default_decoder_params or DecoderParams()
     network = (module, input_vocabulary, output_vocabulary, optimizer_def, decode_fn)
     loss_settings = (label_smoothing, z_loss, loss_normalizing_factor, loss_chunk_length)
-    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor)
+    super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor, adapter)
 
   def _module_arguments(self, batch: Batch) -> tuple[list[jax.Array], dict[str, Any]]:
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")

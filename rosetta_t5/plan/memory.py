@@ -18,7 +18,7 @@ from rosetta_t5.plan.activations import (
   stored_view,
 )
 from rosetta_t5.plan.workload import Workload
-from rosetta_t5.traced.program import Segment, parameters_read
+from rosetta_t5.traced.program import Segment, are_trained, parameters_read
 
 
 def state_bytes(state: Any, specs: Any, mesh: Mapping[str, int]) -> dict[str, float]:
@@ -61,31 +61,37 @@ class StateMemory:
 
   Attributes:
     held: the bytes per device of "params" and "optimizer".
+    trained: the bytes per device of the parameters that have gradients.
     gradients: the bytes per device of the gradients of the parameters of each segment; None if the
       loss cannot be traced.
   """
 
   held: dict[str, float]
+  trained: float
   gradients: list[float] | None
 
   @classmethod
   def of(cls, state: Any, specs: Any, work: Workload) -> StateMemory:
     """Returns the memory of a train state; see `step_memory`."""
     held = state_bytes(state, specs, work.mesh)
-    if work.activations is None:
-      return cls(held, None)
     leaves = jax.tree.leaves(
       specs.params, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
     )
     params = zip(jax.tree.leaves(state.params), leaves, strict=True)
-    sizes = [array_bytes(param, spec, work.mesh) for param, spec in params]
-    return cls(held, _gradient_bytes(work.activations.segments, sizes, work.itemsize))
+    trained = are_trained(state.params, getattr(state, "optimizer_def", None))
+    sizes = [
+      array_bytes(param, spec, work.mesh) * has_gradient
+      for (param, spec), has_gradient in zip(params, trained, strict=True)
+    ]
+    if work.activations is None:
+      return cls(held, sum(sizes), None)
+    return cls(held, sum(sizes), _gradient_bytes(work.activations.segments, sizes, work.itemsize))
 
   def step(self, work: Workload) -> dict[str, float]:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
     if self.gradients is None or work.activations is None:
-      return {**self.held, "gradients": self.held["params"]}
-    moments = _Moments(self.held["params"], self.gradients, work, work.activations).all()
+      return {**self.held, "gradients": self.trained}
+    moments = _Moments(self.trained, self.gradients, work, work.activations).all()
     return self.held | max(moments, key=lambda parts: sum(parts.values()))
 
 

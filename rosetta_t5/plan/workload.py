@@ -29,7 +29,7 @@ from rosetta_t5.parallel.pipeline import (
 from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.activations import Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu
-from rosetta_t5.traced.program import read_program, trace_loss, with_config
+from rosetta_t5.traced.program import are_trained, read_program, trace_loss, with_config
 from rosetta_t5.training import InferenceState, TrainState
 
 # Stands for an unknown length. The shapes of the parameters do not depend on it.
@@ -274,7 +274,8 @@ def traced_activations(
   except Exception:  # a model of the user's, with other features or another loss
     return None
   axes = [tuple(each or ()) for each in names]
-  return Activations(read_program(traced, len(axes), axes), _TRACED_EXAMPLES)
+  trained = are_trained(state.params, getattr(state, "optimizer_def", None))
+  return Activations(read_program(traced, trained, axes), _TRACED_EXAMPLES)
 
 
 def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], trained: bool) -> Any:

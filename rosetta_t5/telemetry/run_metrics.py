@@ -148,7 +148,7 @@ class NonFiniteError(ArithmeticError):
 
 
 def raise_if_nonfinite(
-  record: Any, train_state: Any, manager: Any, metrics: Mapping[str, float], step: int
+  record: Any, params: PyTree, manager: Any, metrics: Mapping[str, float], step: int
 ) -> None:
   """Raises NonFiniteError if a step of `record` was not finite, or if a metric is not.
 
@@ -157,12 +157,12 @@ def raise_if_nonfinite(
 
   Args:
     record: the `training.step.FirstNonFinite` of the last steps; None if there is none.
-    train_state: the state after them; its parameters give the names.
+    params: the trained parameters, which give the names.
     manager: the checkpoint manager, whose pending save is awaited; None if there is none.
     metrics: the values that the last steps measured, and the `RunMetrics` after them.
     step: the number of completed steps.
   """
-  first_bad = None if record is None else first_bad_name(record.bad, train_state.params)
+  first_bad = None if record is None else first_bad_name(record.bad, params)
   if first_bad is not None:
     step = int(record.step) + 1
   else:  # Durations and speeds may be infinite.

@@ -148,7 +148,8 @@ def flops_of_training(model: Any, params: Any, batch: Mapping[str, Any]) -> floa
   """
   shapes = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for name, x in batch.items()}
   try:
-    segments = read_program(trace_loss(model, params, shapes), len(jax.tree.leaves(params)))
+    traced, trained = trace_loss(model, params, shapes), are_trained(params, model.optimizer_def)
+    segments = read_program(traced, trained)
   except Exception:  # a model of the user's, with other features or another loss
     return None
   return flops_of_segments(segments)
@@ -163,27 +164,38 @@ def flops_of_segments(segments: Sequence[Segment]) -> float:
   )
 
 
+def are_trained(params: Any, optimizer_def: Any) -> list[bool]:
+  """Returns whether each parameter has a gradient; without an optimizer, all have one."""
+  trained = params if optimizer_def is None else optimizer_def.trained(params)
+  names, trained_names = (
+    [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for tree in (params, trained)
+  )
+  return [name in trained_names for name in names]
+
+
 def read_program(
-  traced: ClosedJaxpr, num_parameters: int, axes: Sequence[Sequence[str | None]] = ()
+  traced: ClosedJaxpr, trained: Sequence[bool], axes: Sequence[Sequence[str | None]] = ()
 ) -> list[Segment]:
   """Returns the segments of a traced loss, in their order; equal layers that follow each other are one.
 
   Args:
     traced: the result of `trace_loss`; its first inputs are the parameters.
-    num_parameters: their number.
+    trained: whether each of them has a gradient.
     axes: the logical axes of each parameter.
   """
   reader = _Reader()
   inputs = []
   last = len(traced.jaxpr.invars) - 1  # the key of dropout
   for number, var in enumerate(traced.jaxpr.invars):
-    is_parameter, is_key = number < num_parameters, number == last
+    is_parameter, is_key = number < len(trained), number == last
     names = axes[number] if is_parameter and axes else (None,) * len(var.aval.shape)
     if not is_parameter and not is_key and axes and var.aval.shape:
       names = ("batch", "length", *names)[: len(names)]
     dims = tuple(((name, size),) for name, size in zip(names, var.aval.shape, strict=True))
     value = Value("parameter" if is_parameter else "input", (), dims, var.aval.dtype)
-    value.is_batched, value.is_trained = not is_parameter and not is_key, is_parameter
+    value.is_batched = not is_parameter and not is_key
+    value.is_trained = is_parameter and trained[number]
     value.parameters = frozenset([number] if is_parameter else [])
     inputs.append(value)
   reader.read(traced.jaxpr, inputs, [_constant(x) for x in traced.consts])

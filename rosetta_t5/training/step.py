@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
 from rosetta_t5.training.losses import with_divisors
-from rosetta_t5.training.optimizers.optimizer_def import StepLoss
-from rosetta_t5.training.train_state import params_to_evaluate, uses_loss
+from rosetta_t5.training.optimizers.optimizer_def import StepLoss, replace_part
+from rosetta_t5.training.train_state import params_to_evaluate, trained_params, uses_loss
 
 PyTree = Any
 Batch = Mapping[str, jax.Array]
@@ -60,7 +60,9 @@ def train_step(
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
-  metrics |= weight_metrics(grads, state, new_state) if weight_metrics else {}
+  if weight_metrics:  # They compare trees of all parameters.
+    no_grads = jax.tree.map(jnp.zeros_like, state.params)
+    metrics |= weight_metrics(replace_part(no_grads, grads), state, new_state)
   return new_state, metrics
 
 
@@ -106,7 +108,7 @@ def accumulate_gradients(
   num_microbatches: int | None = None,
   pad_id: int = 0,
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
-  """Returns the gradients, the loss, the metrics and the new mutable collections of a batch.
+  """Returns the gradients of the trained parameters, the loss, the metrics and the new mutable collections.
 
   As in T5X, microbatches are contiguous slices of the batch, and each has its own dropout key.
   Gradients are summed rather than averaged, because the loss is a sum over tokens. Without weights in the
@@ -115,8 +117,11 @@ def accumulate_gradients(
   Raises:
     ValueError: the batch cannot be split into that many equal parts.
   """
+  trained = trained_params(state)
+  if trained is not state.params:
+    loss_fn = _loss_of_part(loss_fn, state.params)
   if not num_microbatches or num_microbatches == 1:
-    return _gradients(loss_fn, state.params, state.flax_mutables, batch, dropout_rng)
+    return _gradients(loss_fn, trained, state.flax_mutables, batch, dropout_rng)
   batch_size = next(iter(batch.values())).shape[0]
   if batch_size % num_microbatches:
     raise ValueError(
@@ -128,19 +133,24 @@ def accumulate_gradients(
     total_grads, total_loss, mutables, rng = carry
     rng, part_rng = jax.random.split(rng)
     part = {name: _constrain_to_batch(value) for name, value in part.items()}
-    grads, loss, metrics, mutables = _gradients(loss_fn, state.params, mutables, part, part_rng)
+    grads, loss, metrics, mutables = _gradients(loss_fn, trained, mutables, part, part_rng)
     return (jax.tree.map(jnp.add, total_grads, grads), total_loss + loss, mutables, rng), metrics
 
   parts = {
     name: value.reshape(num_microbatches, -1, *value.shape[1:])
     for name, value in with_divisors(batch, pad_id).items()
   }
-  zeros = jax.tree.map(jnp.zeros_like, state.params)
+  zeros = jax.tree.map(jnp.zeros_like, trained)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
   # A metric without arrays, such as a duration that is set after the step, cannot be reduced.
   metrics = {n: x.reduce() if jax.tree.leaves(x) else x for n, x in stacked.items()}
   return grads, loss, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables
+
+
+def _loss_of_part(loss_fn: LossFn, params: PyTree) -> LossFn:
+  """Returns the loss as a function of a part of the parameters; the others are constants."""
+  return lambda part, *arguments: loss_fn(replace_part(params, part), *arguments)
 
 
 def _gradients(

@@ -204,6 +204,13 @@ def uses_loss(train_state: Any) -> bool:
   return isinstance(train_state, TrainState) and train_state.optimizer_def.uses_loss
 
 
+def trained_params(train_state: Any) -> PyTree:
+  """Returns the parameters that have gradients, a part of the nested dict; all of a user's own state."""
+  if not isinstance(train_state, TrainState):
+    return train_state.params
+  return train_state.optimizer_def.trained(train_state.params)
+
+
 def params_to_evaluate(train_state: Any) -> PyTree:
   """Returns the parameters of evaluations and predictions: an average, if the optimizer has one.
 

@@ -87,11 +87,11 @@ def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
     state = updated(state, np.nan)
     values = measures(step, {}, state)
     assert values["skipped_steps"] == skipped
-    raise_if_nonfinite(record, state, None, values, 3)
+    raise_if_nonfinite(record, state.params, None, values, 3)
   # After two in a row, optax applies the third.
   state = updated(state, np.nan)
   with pytest.raises(NonFiniteError, match="not finite"):
-    raise_if_nonfinite(record, state, None, measures(3, {}, state), 3)
+    raise_if_nonfinite(record, state.params, None, measures(3, {}, state), 3)
 
 
 def test_nonfinite_step_ends_the_run_of_other_optimizers():
@@ -100,7 +100,7 @@ def test_nonfinite_step_ends_the_run_of_other_optimizers():
   assert skipped_steps(state.param_states) is None
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   with pytest.raises(NonFiniteError, match="first in loss"):
-    raise_if_nonfinite(record, state, None, values, 3)
+    raise_if_nonfinite(record, state.params, None, values, 3)
 
 
 def test_error_contains_step_tensor_checkpoint_and_advice(tmp_path):
@@ -146,14 +146,14 @@ def record(step, *bad):
 
 
 def test_finite_steps_pass():
-  raise_if_nonfinite(None, STATE, None, {}, 3)
-  raise_if_nonfinite(record(3, False, False, False), STATE, None, {"timing/x": math.inf}, 4)
+  raise_if_nonfinite(None, STATE.params, None, {}, 3)
+  raise_if_nonfinite(record(3, False, False, False), STATE.params, None, {"timing/x": math.inf}, 4)
 
 
 def test_error_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
   manager = Manager(tmp_path, [0, 10, 20, 30])
   with pytest.raises(NonFiniteError) as caught:
-    raise_if_nonfinite(record(25, False, True, False), STATE, manager, {}, 30)
+    raise_if_nonfinite(record(25, False, True, False), STATE.params, manager, {}, 30)
   assert "at step 26: first in gradients a/kernel. " in str(caught.value)
   assert f"The last good checkpoint is {tmp_path}/checkpoint_20;" in str(caught.value)
   assert manager.waited, "a pending save may be the last good one"
@@ -161,7 +161,7 @@ def test_error_names_the_gradient_and_the_last_checkpoint_before_it(tmp_path):
 
 def test_error_without_checkpoints():
   with pytest.raises(NonFiniteError, match=r"step 1: first in loss\. There is no checkpoint"):
-    raise_if_nonfinite(record(0, True, True, True), STATE, None, {}, 1)
+    raise_if_nonfinite(record(0, True, True, True), STATE.params, None, {}, 1)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -170,12 +170,12 @@ def test_a_metric_that_is_not_finite_ends_the_run_before_its_checkpoint(tmp_path
   metrics = {"accuracy": 0.5, "loss_per_token": value}
   finite = record(18, False, False, False)
   with pytest.raises(NonFiniteError, match=r"at step 20: first in metric loss_per_token") as caught:
-    raise_if_nonfinite(finite, STATE, manager, metrics, 20)
+    raise_if_nonfinite(finite, STATE.params, manager, metrics, 20)
   assert f"The last good checkpoint is {tmp_path}/checkpoint_10;" in str(caught.value)
 
 
 def test_steps_that_optax_has_skipped_may_have_metrics_that_are_not_finite():
   skipped = {SKIPPED_STEPS: 1.0, WEIGHT_NORM: 3.0, "loss": math.nan}
-  raise_if_nonfinite(None, STATE, None, skipped, 5)
+  raise_if_nonfinite(None, STATE.params, None, skipped, 5)
   with pytest.raises(NonFiniteError):
-    raise_if_nonfinite(None, STATE, None, skipped | {WEIGHT_NORM: math.nan}, 5)
+    raise_if_nonfinite(None, STATE.params, None, skipped | {WEIGHT_NORM: math.nan}, 5)

@@ -29,6 +29,7 @@ CALLED = {
   "variance_scaling xavier_uniform zeros",
   "optax": "*",
   "optax.contrib": "*",
+  "rosetta_t5.adapters": "BitFit IA3 LoRA Norms PromptTuning",
   "rosetta_t5.data": "chat_task file_task gpt2_vocabulary known_task mixture prepared_task "
   "tokenizer_vocabulary",
   "rosetta_t5.data.tasks.stdlib_docs": "vocabulary",

@@ -14,11 +14,13 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
+from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 from rosetta_t5.networks.layers.dropout import BatchRows, feature_dropout
 from rosetta_t5.networks.layers.matmuls import (
   Axes,
   Matmul,
   flat_row_axes,
+  is_decoding,
   is_measured,
   matmul_of_variables,
 )
@@ -67,9 +69,11 @@ class DenseParameters(nn.Module):
       ValueError: `axis` is not the input's last dimensions, or K-FAC cannot measure this layer.
     """
     _refuse_kfac(self)
-    return self._parameters(inputs)
+    kernel, bias = self._parameters(inputs)
+    return kernel.merged(self.dtype) if isinstance(kernel, AdaptedKernel) else kernel, bias
 
-  def _parameters(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+  def _parameters(self, inputs: jax.Array) -> tuple[Any, jax.Array | None]:
+    """Returns the kernel, which may be an `AdaptedKernel`, and the bias or None."""
     features, axes = _as_tuple(self.features), tuple(self.kernel_axes)
     contracted = inputs.shape[len(self._leading_shape(inputs)) :]
     matrix = (math.prod(contracted), math.prod(features))
@@ -78,8 +82,12 @@ class DenseParameters(nn.Module):
     def initialize(key: jax.Array) -> jax.Array:
       return self.kernel_init(key, matrix, jnp.float32).reshape(shape)
 
-    stored = param_with_axes("kernel", initialize, axes=axes)
-    kernel = jnp.asarray(stored.reshape(matrix), self.dtype)
+    stored: Any = self.get_variable("params", "kernel")
+    if isinstance(stored, AdaptedKernel):
+      kernel: Any = stored.replace(kernel=constrain(stored.kernel, axes)).astype(self.dtype)
+    else:
+      stored = param_with_axes("kernel", initialize, axes=axes)
+      kernel = jnp.asarray(stored.reshape(matrix), self.dtype)
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
     if not self.use_bias:
@@ -123,11 +131,17 @@ class DenseGeneral(DenseParameters):
       _refuse_kfac(self)
     axes: Axes = flat_row_axes(self.row_axes)
     row_shape = leading if len(axes) > 1 else (-1,)
-    rows = inputs.astype(self.dtype).reshape(*row_shape, kernel.shape[0])
+    rows = inputs.astype(self.dtype).reshape(*row_shape, math.prod(inputs.shape[len(leading) :]))
     num_contracted = inputs.ndim - len(leading)
     kernel_axes = self.kernel_axes or (None,) * (num_contracted + 1)
     axes += (kernel_axes[0], kernel_axes[num_contracted if self.nd_kernel else 1])
-    outputs = (self.matmul or matmul_of_variables)(self, rows, kernel, axes)
+    matmul = functools.partial(self.matmul or matmul_of_variables, self)
+    if isinstance(kernel, AdaptedKernel) and is_decoding(self):
+      kernel = kernel.merged(self.dtype)  # It is computed once, and cached for all steps.
+    if isinstance(kernel, AdaptedKernel):
+      outputs = kernel.project(self, rows, lambda x, w: matmul(x, w, axes))
+    else:
+      outputs = matmul(rows, kernel, axes)
     outputs = outputs.reshape(*leading, *features)
     return outputs if bias is None else outputs + bias.reshape((1,) * len(leading) + features)
 

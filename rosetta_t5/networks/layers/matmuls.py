@@ -53,9 +53,15 @@ def matmul_of_variables(
   """Returns x·w; also measures K-FAC's factors, or caches the decoding kernel, if the layer has such variables."""
   if is_measured(module):
     return _measured_matmul(module, x_NI, w_IO)
-  if module.has_variable(PRECOMPUTED, "kernel") or module.is_mutable_collection(PRECOMPUTED):
+  if is_decoding(module):
     return _decoding_matmul(module, x_NI, w_IO)
   return plain_matmul(module, x_NI, w_IO, axes)
+
+
+def is_decoding(module: nn.Module) -> bool:
+  """Returns whether the layer computes decoding steps, whose kernels are cached."""
+  has_kernel = module.has_variable(PRECOMPUTED, "kernel")
+  return has_kernel or module.is_mutable_collection(PRECOMPUTED)
 
 
 def is_measured(module: nn.Module) -> bool:

@@ -117,6 +117,10 @@ class SpikeGuard(OptimizerDef):
     """Passes the names of the parameters' logical axes on."""
     self.optimizer.set_param_axes(param_logical_axes)
 
+  def trained(self, params: PyTree) -> PyTree:
+    """Returns the parameters that the guarded optimizer trains."""
+    return self.optimizer.trained(params)
+
   def params_to_evaluate(self, params: PyTree, param_states: SpikeGuardState) -> PyTree:
     """Returns the parameters that the guarded optimizer evaluates."""
     return self.optimizer.params_to_evaluate(params, param_states.counts.inner_state)
@@ -196,6 +200,11 @@ class MultiOptimizer(OptimizerDef):
       new_params.update(flatten_dict(part))
       new_states.update(self._stored(index, part_state.param_states))
     return unflatten_dict(new_params), OptimizerState(state.step + 1, unflatten_dict(new_states))
+
+  def trained(self, params: PyTree) -> PyTree:
+    """Returns the parameters that a traversal visits."""
+    parts = [flatten_dict(_part(traversal, params)) for traversal in self.traversals]
+    return unflatten_dict({path: value for part in parts for path, value in part.items()})
 
   def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
     """Returns the parameters that the optimizers evaluate."""

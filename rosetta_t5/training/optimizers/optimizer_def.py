@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import serialization, struct
+from flax.core import FrozenDict, freeze, unfreeze
 from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 PyTree = Any
@@ -30,6 +31,12 @@ def axes_like(params: PyTree, param_logical_axes: PyTree) -> PyTree:
   """Returns a tree like `params` with the axis names of each leaf; None for a leaf without names."""
   by_path = axes_by_path(param_logical_axes)
   return jax.tree_util.tree_map_with_path(lambda path, _: by_path.get(path_name(path)), params)
+
+
+def replace_part(tree: PyTree, part: PyTree) -> PyTree:
+  """Returns a nested dict with other values for a part of it, frozen if it is."""
+  merged = unflatten_dict({**flatten_dict(unfreeze(tree)), **flatten_dict(unfreeze(part))})
+  return freeze(merged) if isinstance(tree, FrozenDict) else merged
 
 
 class HyperParams(types.SimpleNamespace):
@@ -105,8 +112,21 @@ class OptimizerDef:
   def apply_gradient(
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
-    """Returns the parameters and the state after one step with `grads`, a tree like `params`."""
+    """Returns the parameters and the state after one step with `grads`, a tree like `trained(params)`."""
     raise NotImplementedError
+
+  def trained(self, params: PyTree) -> PyTree:
+    """Returns the part of a nested dict of parameters that has gradients; all of it here."""
+    return params
+
+  def added_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns initial values of trained parameters that checkpoints of the network lack; none here.
+
+    Args:
+      params: the parameters by name, such as encoder/layers_0/attention/query/kernel.
+    """
+    del params
+    return {}
 
   def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
     """Returns the parameters of evaluations and predictions, such as an average; `params` here."""

@@ -1,0 +1,223 @@
+"""What adapters have in common: which parameters they train, and what they add to a network."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.core import FrozenDict, freeze, unfreeze
+from flax.linen import partitioning
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from rosetta_t5.argument_types import NonNegative, Positive, check_one_of, one_of
+from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
+from rosetta_t5.training.optimizers.optimizer_def import axes_by_path
+from rosetta_t5.user_errors import OWN_PACKAGES
+
+PyTree = Any
+Flat = dict[str, Any]  # parameters by name, such as encoder/layers_0/attention/query/kernel
+
+_SCALE = "kernel_scale"
+_FROZEN_DTYPES = ("bfloat16", "int8")
+FrozenDType = Annotated[str, one_of(_FROZEN_DTYPES)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapter:
+  """A method that trains a small part of a network's parameters, which may be added to it.
+
+  Bind it to a model: `models.EncoderDecoderModel.adapter = @adapters.LoRA()`. All other parameters are
+  frozen: they have no gradients and no optimizer state, and if the run began with a checkpoint, its own
+  checkpoints leave them out.
+
+  Attributes:
+    frozen_dtype: the dtype in which frozen parameters are kept: 'bfloat16' halves their memory, and 'int8'
+      halves that of kernels again, with one scale for each column; None for float32.
+    seed: the seed of the added parameters' random values.
+  """
+
+  frozen_dtype: FrozenDType | None = None
+  seed: NonNegative = 0
+
+  # The ends of the names of added parameters, and regular expressions of the others that are trained.
+  suffixes: ClassVar[tuple[str, ...]] = ()
+  patterns: ClassVar[tuple[str, ...]] = ()
+
+  def __post_init__(self) -> None:
+    if self.frozen_dtype is not None:
+      check_one_of(f"{type(self).__name__}.frozen_dtype", self.frozen_dtype, _FROZEN_DTYPES)
+
+  def settings(self) -> dict[str, Any]:
+    """Returns the method and its settings as values of JSON; see `from_settings`."""
+    return {"method": type(self).__name__, **dataclasses.asdict(self)}
+
+  def is_trained(self, name: str) -> bool:
+    """Returns whether the parameter with this name is trained."""
+    is_added = name.rpartition("/")[2] in self.suffixes
+    return is_added or any(re.fullmatch(pattern, name) for pattern in self.patterns)
+
+  def adapt(self, module: nn.Module) -> nn.Module:
+    """Returns a network that is initialized with the added parameters, and computes with them.
+
+    It has the class's methods and fields. The kernels of a user's own network are replaced by changed
+    ones; this project's layers multiply by what was added (see `AdaptedKernel`).
+    """
+    adapter, network = self, type(module)
+    is_own = network.__module__.startswith(OWN_PACKAGES)
+
+    class Adapted(network):  # type: ignore[misc, valid-type]
+      def init(self, *args: Any, **options: Any) -> Any:
+        return adapter.with_added(super().init(*args, **options))
+
+      def apply(self, variables: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        params = adapter.attached(variables["params"], as_arrays=not is_own)
+        return super().apply({**variables, "params": params}, *args, **options)
+
+    Adapted.__name__, Adapted.__qualname__ = network.__name__, network.__qualname__
+    Adapted.__module__ = network.__module__
+    settings = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    return Adapted(**{name: x for name, x in settings.items() if name not in ("parent", "name")})
+
+  def with_added(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the variables of `module.init` with the added parameters and their logical axes.
+
+    Raises:
+      ValueError: the network has no parameter that this adapter trains or changes.
+    """
+    params, changed = flat(variables["params"]), dict(variables)
+    names = partitioning.get_axis_names(variables["params_axes"])
+    axes = {name: tuple(each or ()) for name, each in axes_by_path(unfreeze(names)).items()}
+    added_axes = self.added_axes(params, axes)
+    params |= self.added_values(params)
+    self.check_names(params)
+    changed["params"] = nested(self.as_frozen(params), like=variables["params"])
+    metadata = {f"{n}_axes": partitioning.AxisMetadata(tuple(a)) for n, a in added_axes.items()}
+    all_axes = flat(variables["params_axes"]) | metadata
+    changed["params_axes"] = nested(all_axes, like=variables["params_axes"])
+    return freeze(changed) if isinstance(variables, FrozenDict) else changed
+
+  def check_names(self, params: Flat) -> None:
+    """Raises ValueError if none of `params` is trained."""
+    if not any(map(self.is_trained, params)):
+      kinds = sorted({re.sub(r"\d+", "N", name) for name in params})
+      raise ValueError(
+        f"adapters.{type(self).__name__} trains no parameter of this network: none matches "
+        f"{' or '.join(self.patterns or self.suffixes)}. The network has {', '.join(kinds)}"
+      )
+
+  def as_frozen(self, params: Flat) -> Flat:
+    """Returns parameters by name, the frozen ones in `frozen_dtype`."""
+    if self.frozen_dtype is None:
+      return params
+    frozen = {}
+    for name, value in params.items():
+      if self.is_trained(name) or not jnp.issubdtype(value.dtype, jnp.floating):
+        frozen[name] = value
+      elif self.frozen_dtype == "int8" and is_kernel(name, value):
+        frozen[name], frozen[f"{name}_scale"] = quantized(value)
+      else:
+        frozen[name] = value.astype(jnp.bfloat16)
+    return frozen
+
+  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
+    """Returns the logical axes of the parameters that are added to `params`, by name."""
+    if self.frozen_dtype != "int8":
+      return {}
+    kernels = (n for n, x in params.items() if is_kernel(n, x) and not self.is_trained(n))
+    return {f"{name}_scale": axes[name][:0:-1] for name in kernels}
+
+  def added_values(self, params: Flat) -> Flat:
+    """Returns the initial values of the parameters that are added to `params`, by name."""
+    del params
+    return {}
+
+  def attached(self, params: PyTree, as_arrays: bool = False) -> PyTree:
+    """Returns the parameters of the network without those that were added, whose kernels are changed.
+
+    Args:
+      params: the parameters with the added ones.
+      as_arrays: whether the changed kernels are computed; otherwise each is an `AdaptedKernel`.
+    """
+    remaining = flat(params)
+    for name in [name for name in remaining if name.endswith("/kernel")]:
+      module = name.rpartition("/")[0]
+      found = {end: remaining.pop(f"{module}/{end}", None) for end in (_SCALE, *self.suffixes)}
+      if any(x is not None for x in found.values()):
+        kernel = self.adapted_kernel(module, remaining[name], found)
+        remaining[name] = _merged(kernel) if as_arrays else kernel
+    return nested(remaining, like=params)
+
+  def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
+    """Returns the changed kernel of a projection from its added parameters, by the ends of their names."""
+    return AdaptedKernel(kernel, **added)
+
+  def merged(self, params: PyTree) -> PyTree:
+    """Returns the network's own parameters, with what was added merged into the kernels."""
+    return self.attached(params, as_arrays=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BitFit(Adapter):
+  """Trains the biases (Ben Zaken et al. 2021, arXiv:2106.10199). T5 has none."""
+
+  patterns: ClassVar = (r"(.*/)?bias",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norms(Adapter):
+  """Trains the scales and biases of the layer norms."""
+
+  patterns: ClassVar = (r".*norm[^/]*/(scale|bias)",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptTuning(Adapter):
+  """Trains vectors that precede the embedded inputs (Lester et al. 2021, arXiv:2104.08691).
+
+  Attributes:
+    length: the number of vectors.
+  """
+
+  length: Positive = 100
+
+  patterns: ClassVar = (r".*/prompt/.*",)
+
+  def adapt(self, module: nn.Module) -> nn.Module:
+    """Returns a network whose encoder, or else decoder, has a prompt."""
+    config = dataclasses.replace(module.config, prompt_length=self.length)
+    return super().adapt(module.clone(config=config))
+
+
+def flat(tree: PyTree) -> Flat:
+  """Returns a nested dict as a flat one, by names such as encoder/layers_0/mlp/wi/kernel."""
+  return flatten_dict(unfreeze(tree), sep="/")
+
+
+def nested(params: Flat, like: PyTree) -> PyTree:
+  """Returns a flat dict as a nested one, which is frozen if `like` is."""
+  tree = unflatten_dict(params, sep="/")
+  return freeze(tree) if isinstance(like, FrozenDict) else tree
+
+
+def is_kernel(name: str, value: Any) -> bool:
+  """Returns whether a parameter is the matrix of a projection, or such matrices of scanned layers."""
+  return name.endswith("/kernel") and "/expert/" not in name and value.ndim in (2, 3)
+
+
+def _merged(kernel: AdaptedKernel) -> jax.Array:
+  """Returns the matrix, or those of scanned layers, which are stacked along axis 1."""
+  if kernel.kernel.ndim == 2:
+    return kernel.merged()
+  merged: jax.Array = jax.vmap(AdaptedKernel.merged, in_axes=1, out_axes=1)(kernel)
+  return merged
+
+
+def quantized(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns a kernel in int8, and the scale of each column: its largest absolute value / 127."""
+  scale = jnp.maximum(jnp.max(jnp.abs(kernel), axis=0), 1e-12).astype(jnp.float32) / 127.0
+  return jnp.round(kernel / scale[None]).astype(jnp.int8), scale.T

@@ -1,0 +1,221 @@
+"""LoRA, DoRA and (IA)³, which change the kernels of projections."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from rosetta_t5.adapters.adapter import Adapter, Flat, is_kernel
+from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
+from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
+
+Targets = Sequence[str] | str
+
+ALL_LINEAR = "all-linear"
+# Transformers' names of parts of a network, and this project's.
+_OUR_NAMES = {
+  "q": "query",
+  "k": "key",
+  "v": "value",
+  "o": "out",
+  "q_proj": "query",
+  "k_proj": "key",
+  "v_proj": "value",
+  "o_proj": "out",
+  "gate_proj": "wi_0",
+  "up_proj": "wi_1",
+  "down_proj": "wo",
+  "c_attn": "(query|key|value)",
+  "c_proj": "(out|wo)",
+  "c_fc": "wi",
+  "SelfAttention": "(self_)?attention",
+  "self_attn": "(self_)?attention",
+  "EncDecAttention": "encoder_decoder_attention",
+  "DenseReluDense": "mlp",
+}
+
+
+def matches(targets: Targets, module: str) -> bool:
+  """Returns whether a projection is one of the targets.
+
+  Args:
+    targets: the last parts of names, such as ('query', 'mlp/wo'), by this project's names or
+      Transformers'; a regular expression of whole names; or 'all-linear' for all but the output layer.
+    module: the projection's name, such as encoder/layers_0/attention/query.
+  """
+  if targets == ALL_LINEAR:
+    return not module.endswith("logits_dense")
+  if isinstance(targets, str):
+    return re.fullmatch(targets, module) is not None
+  return any(re.fullmatch(f"(.*/)?{_as_pattern(target)}", module) for target in targets)
+
+
+def _as_pattern(target: str) -> str:
+  parts = target.replace(".", "/").split("/")
+  return "/".join(_OUR_NAMES.get(part, re.escape(part)) for part in parts)
+
+
+def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+  """Returns the value of the first pattern, a regular expression or last part, that a name matches."""
+  for pattern, value in patterns.items():
+    if matches([pattern], module) or re.fullmatch(f"(.*/)?{pattern}", module):
+      return value
+  return default
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelAdapter(Adapter):
+  """An adapter that changes the kernels of `targets`; see `matches`."""
+
+  targets: Targets = ("query", "value")
+
+  def adapt(self, module: nn.Module) -> nn.Module:
+    """Returns a network with changed kernels; see `Adapter.adapt`.
+
+    Raises:
+      ValueError: the network stores its kernels in another way than as matrices.
+    """
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "nd_kernels", False) or getattr(config, "param_scan_axis", 1) == 0:
+      raise ValueError(
+        f"adapters.{type(self).__name__} needs kernels that are matrices, stacked along axis 1 if layers are "
+        "scanned: use T5X's plain T5 (network.T5Config), and param_scan_axis = 1"
+      )
+    return super().adapt(module)
+
+  def check_names(self, params: Flat) -> None:
+    """Raises ValueError if a target matches no kernel of `params`."""
+    modules = [name.rpartition("/")[0] for name in params if name.endswith("/kernel")]
+    given = [self.targets] if isinstance(self.targets, str) else self.targets
+    for target in given:
+      part = target if isinstance(self.targets, str) else [target]
+      if not any(matches(part, module) for module in modules):
+        known = ", ".join(sorted({module.rpartition("/")[2] for module in modules}))
+        raise ValueError(
+          f"adapters.{type(self).__name__}.targets has {target!r}, which is no projection of this network. "
+          f"It has {known}; or give 'all-linear', or a regular expression of whole names such as {modules[0]}"
+        )
+
+  def _targeted(self, params: Flat) -> Iterator[tuple[str, Any]]:
+    """Yields the name of each targeted projection, and its kernel."""
+    for name, kernel in params.items():
+      module = name.rpartition("/")[0]
+      if is_kernel(name, kernel) and matches(self.targets, module):
+        yield module, kernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRA(KernelAdapter):
+  """Adds the product of two small matrices to kernels (Hu et al. 2021, arXiv:2106.09685).
+
+  A projection x·W becomes x·W + s·x·A·B, where A is [I, rank], uniform in ±1/sqrt(I) at first, and B is
+  [rank, O], zero at first, as in PEFT.
+
+  Attributes:
+    targets: the projections; see `matches`.
+    rank: the rank of A·B.
+    alpha: s is alpha / rank; None for 2·rank.
+    rslora: whether s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732).
+    dora: whether the norms of the columns of W + s·A·B are parameters too (Liu et al. 2024, arXiv:2402.09353).
+    dropout: the share of the inputs that A does not see in training.
+    rank_pattern: other ranks of some projections, by last parts of names or regular expressions.
+    alpha_pattern: other alphas in the same way.
+  """
+
+  rank: Positive = 16
+  alpha: PositiveNumber | None = None
+  rslora: bool = False
+  dora: bool = False
+  dropout: Rate = 0.0
+  rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  suffixes: ClassVar = ("lora_a", "lora_b", "dora_magnitude")
+
+  def rank_of(self, module: str) -> int:
+    """Returns the rank of a projection."""
+    return int(_find(self.rank_pattern, module, self.rank))
+
+  def alpha_of(self, module: str) -> float:
+    """Returns the alpha of a projection."""
+    default = 2 * self.rank if self.alpha is None else self.alpha
+    return float(_find(self.alpha_pattern, module, default))
+
+  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
+    """Returns the logical axes of A, B and the magnitudes: those of the kernel that they share."""
+    added = super().added_axes(params, axes)
+    for module, _ in self._targeted(params):
+      inputs, *layers, outputs = axes[f"{module}/kernel"]
+      added[f"{module}/lora_a"] = (inputs, *layers, None)
+      added[f"{module}/lora_b"] = (None, *layers, outputs)
+      if self.dora:
+        added[f"{module}/dora_magnitude"] = (outputs, *layers)
+    return added
+
+  def added_values(self, params: Flat) -> Flat:
+    """Returns the initial A, B and, for DoRA, the norms of the kernels' columns."""
+    added = {}
+    for module, kernel in self._targeted(params):
+      inputs, *layers, outputs = kernel.shape
+      rank, bound = self.rank_of(module), 1.0 / math.sqrt(inputs)
+      key = jax.random.fold_in(jax.random.PRNGKey(self.seed), zlib.crc32(module.encode()))
+      shape = (inputs, *layers, rank)
+      added[f"{module}/lora_a"] = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+      added[f"{module}/lora_b"] = jnp.zeros((rank, *layers, outputs), jnp.float32)
+      if self.dora:
+        norms = jnp.linalg.norm(kernel.astype(jnp.float32), axis=0).T
+        added[f"{module}/dora_magnitude"] = norms * params.get(f"{module}/kernel_scale", 1.0)
+    return added
+
+  def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
+    """Returns the changed kernel of a projection."""
+    rank, alpha = self.rank_of(module), self.alpha_of(module)
+    factor = alpha / math.sqrt(rank) if self.rslora else alpha / rank
+    return AdaptedKernel(kernel, **added, factor=factor, dropout=self.dropout)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IA3(KernelAdapter):
+  """Scales keys, values and the hidden layer by trained vectors, one at first (arXiv:2205.05638).
+
+  Attributes:
+    targets: the projections; see `matches`.
+    input_targets: those of them whose inputs are scaled; the outputs of the others are.
+  """
+
+  targets: Targets = ("key", "value", "wo")
+  input_targets: Targets = ("wo",)
+
+  suffixes: ClassVar = ("ia3_scaling",)
+
+  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
+    """Returns the logical axes of the vectors: that of the dimension that they scale."""
+    added = super().added_axes(params, axes)
+    for module, _ in self._targeted(params):
+      inputs, *layers, outputs = axes[f"{module}/kernel"]
+      scaled = inputs if matches(self.input_targets, module) else outputs
+      added[f"{module}/ia3_scaling"] = (scaled, *layers)
+    return added
+
+  def added_values(self, params: Flat) -> Flat:
+    """Returns vectors of ones."""
+    added = {}
+    for module, kernel in self._targeted(params):
+      inputs, *layers, outputs = kernel.shape
+      size = inputs if matches(self.input_targets, module) else outputs
+      added[f"{module}/ia3_scaling"] = jnp.ones((size, *layers), jnp.float32)
+    return added
+
+  def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
+    """Returns the changed kernel of a projection."""
+    side = "input_scale" if matches(self.input_targets, module) else "output_scale"
+    vectors = {"kernel_scale": added["kernel_scale"], side: added["ia3_scaling"]}
+    return AdaptedKernel(kernel, **vectors)

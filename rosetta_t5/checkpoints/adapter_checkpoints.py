@@ -1,0 +1,151 @@
+"""Checkpoints of a run that trains an adapter: they name their base instead of containing it."""
+
+import functools
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from rosetta_t5 import adapters
+from rosetta_t5.checkpoints.arrays import state_dicts
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree
+from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, read_arrays
+
+Arrays = Mapping[str, StoredArray]
+
+_TARGET = "target/"
+
+
+def adapter_facts(
+  adapter: adapters.Adapter | None,
+  base: str | None,
+  params: Mapping[str, Any],
+  earlier_facts: Mapping[str, Any],
+  transformations: Sequence[Any] = (),
+) -> dict[str, Any]:
+  """Returns the run fact of a run's adapter: its settings, and its base; {} without an adapter.
+
+  Of the base it has the path, the names of the parameters that are not stored again, and their fingerprint.
+
+  Args:
+    adapter: the model's adapter.
+    base: the checkpoint with which the run began; None for none, whose parameters are all stored.
+    params: the run's parameters.
+    earlier_facts: the facts with which the run continues.
+    transformations: those of the restored state. With any but `resize_vocabulary`, all parameters are stored.
+  """
+  if adapter is None:
+    return {}
+  if earlier := earlier_facts.get(ADAPTER):
+    return {ADAPTER: {**earlier, **adapter.settings()}}
+  if base is None or any(fn is not state_dicts.resize_vocabulary for fn in transformations):
+    return {ADAPTER: {**adapter.settings(), "base": None}}
+  flat = state_dicts.flatten_state_dict({"target": params})
+  expected = {name: x for name, x in flat.items() if not adapter.is_trained(_name(name))}
+  stored = convert_tree(read_arrays(base), expected)
+  names = [n for n, x in expected.items() if n in stored and stored[n].shape == tuple(x.shape)]
+  # The scales of an int8 kernel are computed from the kernel.
+  names += [n for n in expected if n.endswith("_scale") and n.removesuffix("_scale") in names]
+  about_base = {
+    "base": os.path.abspath(base),
+    "base_parameters": sorted(names),
+    "base_fingerprint": fingerprint({name: flat[name] for name in names}),
+  }
+  return {ADAPTER: {**adapter.settings(), **about_base}}
+
+
+def fingerprint(params: Mapping[str, Any]) -> int:
+  """Returns a number of 32 bits that depends on names, shapes and all bits of parameters.
+
+  It does not depend on how they are split over devices, nor on the layout of the checkpoint.
+  """
+  return int(_fingerprint(dict(params))) if params else 0
+
+
+@jax.jit
+def _fingerprint(params: Mapping[str, jax.Array]) -> jax.Array:
+  total = jnp.uint32(0)
+  for name, value in sorted(params.items()):
+    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+    position = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
+    words = (bits.astype(jnp.uint32) + 1) * (2 * position + 1)  # odd factors lose no bits
+    total = total * 31 + jnp.sum(words, dtype=jnp.uint32) + jnp.uint32(zlib.crc32(name.encode()))
+  return total
+
+
+def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+  """Raises ValueError if the base of a restored checkpoint is not the one that it was trained on."""
+  names = fact.get("base_parameters", ())
+  found = {name: restored[name] for name in names if name in restored}
+  # In another network, such as one with the adapter merged, they have other names.
+  if len(found) == len(names) and fingerprint(found) != fact.get("base_fingerprint", 0):
+    raise ValueError(
+      f"{fact['base']} is not the model with which the adapter of {path} was trained: its parameters "
+      "differ. Move the original back to this path"
+    )
+
+
+def merge(arrays: Arrays, fact: Mapping[str, Any]) -> dict[str, StoredArray]:
+  """Returns the arrays of a checkpoint with what its adapter added merged into the kernels, in float32."""
+  adapter = adapters.from_settings(fact)
+  merged = dict(arrays)
+  for name in [name for name in arrays if name.endswith("/kernel")]:
+    module = name.removesuffix("/kernel")
+    ends = [end for end in ("kernel_scale", *adapter.suffixes) if f"{module}/{end}" in arrays]
+    added = {end: merged.pop(f"{module}/{end}") for end in ends}
+    if added and name.startswith(_TARGET):
+      merged[name] = _merged_kernel(adapter, name, arrays[name], added)
+  return {
+    name: array for name, array in merged.items() if not name.startswith("state/param_states")
+  }
+
+
+def merge_if_unknown(
+  arrays: Arrays, expected: Mapping[str, Any], fact: Mapping[str, Any]
+) -> dict[str, StoredArray]:
+  """Returns a checkpoint's arrays, merged if a train state does not have what its adapter added."""
+  ends = tuple(f"/{end}" for end in adapters.from_settings(fact).suffixes) if fact else ()
+  if not ends or any(name.endswith(ends) for name in expected):
+    return dict(arrays)
+  return merge(arrays, fact)
+
+
+def _merged_kernel(
+  adapter: adapters.Adapter, name: str, kernel: StoredArray, added: Arrays
+) -> StoredArray:
+  def read(index: Any) -> np.ndarray:
+    parts = {_name(name): kernel.get()}
+    parts |= {f"{_name(name).removesuffix('kernel')}{end}": x.get() for end, x in added.items()}
+    merged = adapter.merged(state_dicts.unflatten_state_dict(parts))
+    return np.asarray(state_dicts.flatten_state_dict(merged)[_name(name)])[index]
+
+  return StoredArray(kernel.shape, np.float32, read, sliceable=False)
+
+
+def quantize(arrays: Arrays, expected: Mapping[str, Any]) -> dict[str, StoredArray]:
+  """Returns arrays with kernels in int8, and their scales, where a train state expects these."""
+  converted = dict(arrays)
+  for name, leaf in expected.items():
+    kernel = arrays.get(name)
+    if kernel is None or leaf.dtype != jnp.int8 or kernel.dtype == np.int8:
+      continue
+    scales = f"{name}_scale"
+    for part, (key, dtype) in enumerate(((name, np.int8), (scales, np.float32))):
+      read = functools.partial(_read_quantized, kernel, part)
+      converted[key] = StoredArray(expected[key].shape, dtype, read, sliceable=False)
+  return converted
+
+
+def _read_quantized(kernel: StoredArray, part: int, index: Any) -> np.ndarray:
+  """Returns a slice of an int8 kernel (part 0) or of its scales (part 1)."""
+  return np.asarray(adapters.quantized(jnp.asarray(kernel.get()))[part])[index]
+
+
+def _name(flat_name: str) -> str:
+  return flat_name.removeprefix(_TARGET)

@@ -1,0 +1,160 @@
+"""Runs that train an adapter: what is trained, what checkpoints hold, restarts, and other bases."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from test_folder_runs import make_folder, train
+
+from rosetta_t5 import trained_model
+from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
+from rosetta_t5.checkpoints.formats import t5x_layouts
+from rosetta_t5.conversion.convert import convert
+
+IMPORT = "--gin_bindings=from rosetta_t5 import adapters"
+LORA = ("models.{model}.adapter=@adapters.LoRA()", "adapters.LoRA.rank=4")
+SAVE_DATA = "utils.SaveCheckpointConfig.save_dataset=True"
+ADAMW = (SAVE_DATA, "OPTIMIZER=@optimizers.adamw()", "optimizers.adamw.learning_rate=0.01")
+
+
+@pytest.fixture(scope="module", params=["t5gemma", pytest.param("llama", marks=pytest.mark.slow)])
+def found(request, tmp_path_factory):
+  """Returns (the family, its folder, a file of rows)."""
+  root = tmp_path_factory.mktemp("folder")
+  random = np.random.default_rng(0)
+  with (root / "rows.jsonl").open("w") as file:
+    for _ in range(64):
+      words = [f"w{n}" for n in random.integers(3, 40, random.integers(5, 12))]
+      print(json.dumps({"a": " ".join(words), "b": " ".join(words[::-1])}), file=file)
+  return request.param, make_folder(root / "model", request.param), root / "rows.jsonl"
+
+
+@pytest.fixture(scope="module")
+def adapted(found, tmp_path_factory):
+  """Returns the losses of a run with LoRA, and its directory."""
+  model_dir = tmp_path_factory.mktemp("lora") / "run"
+  return train(found, model_dir, *LORA, *ADAMW, imports=[IMPORT]), model_dir
+
+
+def test_checkpoints_hold_the_adapter_and_its_optimizer_state_only(adapted):
+  _, model_dir = adapted
+  stored = t5x_layouts.read_arrays(model_dir / "checkpoint_2")
+  assert {name.rpartition("/")[2] for name in stored if name.startswith("target/")} == {
+    "lora_a",
+    "lora_b",
+  }
+  states = [name for name in stored if name.startswith("state/param_states")]
+  assert states
+  assert all("lora" in name or name.endswith("count") for name in states)
+  # Opened, it is complete.
+  assert sum(name.endswith("/kernel") for name in read_arrays(model_dir / "checkpoint_2"))
+
+
+def test_frozen_parameters_do_not_change_and_predictions_are_those_of_the_merged_folder(
+  found, adapted, tmp_path
+):
+  _, path, _ = found
+  opened = trained_model.open_model_dir(adapted[1])
+  base = {n: x.get() for n, x in read_arrays(path).items()}
+  params = checkpoints_flat(opened.state.params)
+  for name, value in params.items():
+    if "lora" not in name:
+      np.testing.assert_array_equal(value, base[f"target/{name}"])
+  folder = convert(adapted[1], tmp_path / "hf", "hf", report=lambda _: None)
+  merged = trained_model.open_model_dir(folder)
+  batch = {
+    name: np.arange(3, 11)[None] for name in ("encoder_input_tokens", "decoder_input_tokens")
+  }
+  batch["decoder_target_tokens"] = batch["decoder_input_tokens"]
+  loss = opened.model.loss_fn(opened.state.params, batch, None)[0]
+  merged_loss = merged.model.loss_fn(merged.state.params, batch, None)[0]
+  base_model = trained_model.open_model_dir(path)
+  base_loss = base_model.model.loss_fn(base_model.state.params, batch, None)[0]
+  np.testing.assert_allclose(loss, merged_loss, rtol=1e-5)
+  assert abs(loss - base_loss) > 1e-3
+
+
+def checkpoints_flat(params):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+
+
+def test_a_restarted_run_continues_exactly(found, adapted, tmp_path):
+  train(found, tmp_path / "run", *LORA, *ADAMW, "TRAIN_STEPS=1", imports=[IMPORT], steps=(1,))
+  again = train(found, tmp_path / "run", *LORA, *ADAMW, imports=[IMPORT], steps=(2,))
+  assert again == adapted[0][1:]
+  whole, parts = (
+    t5x_layouts.read_arrays(x / "checkpoint_2") for x in (adapted[1], tmp_path / "run")
+  )
+  for name, array in whole.items():
+    np.testing.assert_array_equal(array.get(), parts[name].get(), err_msg=name)
+
+
+def test_another_base_is_refused(found, adapted, tmp_path):
+  _, path, _ = found
+  moved = path.with_name("moved")
+  path.rename(moved)
+  try:
+    with pytest.raises(ValueError, match=r"its base .* is missing"):
+      trained_model.open_model_dir(adapted[1])
+    path.mkdir()
+    for file in moved.iterdir():
+      (path / file.name).write_bytes(file.read_bytes())
+    weights = bytearray((path / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match="is not the model with which the adapter"):
+      trained_model.open_model_dir(adapted[1])
+    for file in path.iterdir():
+      file.unlink()
+    path.rmdir()
+  finally:
+    moved.rename(path)
+
+
+SWITCHES = {
+  "scan": (["network.{config}.scan_layers=True"], 1e-5),
+  "int8": (["adapters.LoRA.frozen_dtype='int8'"], 3e-2),
+  "bfloat16": (["adapters.LoRA.frozen_dtype='bfloat16'"], 1e-2),
+  "microbatches": (["trainer.Trainer.num_microbatches=2"], 1e-5),
+  "tensor": (["partitioning.PjitPartitioner.mesh={{'tensor': 2}}"], 1e-5),
+  "fsdp": (["partitioning.PjitPartitioner.mesh={{'fsdp': 2}}"], 1e-5),
+  "fused": (["network.{config}.fuse_qkv_params=True"], 1e-5),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_does_not_change_the_loss(found, adapted, switch, tmp_path):
+  bindings, tolerance = SWITCHES[switch]
+  losses = train(found, tmp_path / "run", *LORA, *ADAMW, *bindings, imports=[IMPORT])
+  # A is drawn by the names of projections, which scanned layers share.
+  compared = 1 if switch == "scan" else 2
+  np.testing.assert_allclose(losses[:compared], adapted[0][:compared], rtol=tolerance)
+  assert trained_model.open_model_dir(tmp_path / "run").state is not None
+
+
+ADDED = {
+  "LoRA": ({"lora_a", "lora_b", "dora_magnitude"}, ["adapters.LoRA.dora=True"]),
+  "IA3": ({"ia3_scaling"}, []),
+  "Norms": ({"scale"}, []),
+}
+
+
+@pytest.mark.parametrize("method", ADDED)
+def test_each_method_trains_its_parameters(found, method, tmp_path):
+  names, bindings = ADDED[method]
+  adapter = f"models.{{model}}.adapter=@adapters.{method}()"
+  train(found, tmp_path / "run", adapter, *ADAMW, *bindings, imports=[IMPORT])
+  stored = t5x_layouts.read_arrays(tmp_path / "run" / "checkpoint_2")
+  trained = {name for name in stored if name.startswith("target/")}
+  assert {name.rpartition("/")[2] for name in trained} == names
+  opened = checkpoints_flat(trained_model.open_model_dir(tmp_path / "run").state.params)
+  base = read_arrays(found[1])
+  for name in trained & base.keys():
+    assert np.any(opened[name.removeprefix("target/")] != base[name].get())

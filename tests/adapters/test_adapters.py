@@ -1,0 +1,160 @@
+"""The adapters without a run: names of targets, what is refused, and what a prediction computes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rosetta_t5 import adapters, models
+from rosetta_t5.adapters.kernel_adapters import matches
+from rosetta_t5.networks.config import ScalableT5Config, T5Config
+from rosetta_t5.networks.transformer import Transformer
+
+SIZES = {
+  "vocab_size": 64,
+  "emb_dim": 16,
+  "num_heads": 2,
+  "head_dim": 8,
+  "num_encoder_layers": 2,
+  "num_decoder_layers": 2,
+  "mlp_dim": 32,
+  "mlp_activations": ("gelu", "linear"),
+  "dropout_rate": 0.0,
+}
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(2, 64, (4, 8)), jnp.int32)
+NAMES = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
+BATCH = dict.fromkeys(NAMES, TOKENS)
+
+
+class Vocabulary:
+  eos_id = 1
+
+
+def make_model(adapter=None, config=T5Config, **settings):
+  module = Transformer(config(**{**SIZES, **settings}))
+  return models.EncoderDecoderModel(module, Vocabulary, Vocabulary, None, adapter=adapter)
+
+
+def drawn(model):
+  """Returns parameters of which none is zero."""
+  shapes = {name: x.shape for name, x in BATCH.items()}
+  params = model.get_initial_variables(jax.random.PRNGKey(0), shapes)["params"]
+  random = np.random.RandomState(1)
+  return jax.tree.map(
+    lambda x: x if x.dtype == jnp.int8 else x + random.uniform(0, 0.3, x.shape).astype(x.dtype),
+    params,
+  )
+
+
+@pytest.mark.parametrize(
+  ("target", "module", "expected"),
+  [
+    (("q",), "encoder/layers_0/attention/query", True),
+    (("query",), "encoder/layers_0/attention/query", True),
+    (("uery",), "encoder/layers_0/attention/query", False),
+    (("SelfAttention.q",), "decoder/layers_0/self_attention/query", True),
+    (("SelfAttention.q",), "decoder/layers_0/encoder_decoder_attention/query", False),
+    (("EncDecAttention.q",), "decoder/layers_0/encoder_decoder_attention/query", True),
+    (("gate_proj",), "decoder/layers_1/mlp/wi_0", True),
+    ("decoder/.*/wo", "decoder/layers_1/mlp/wo", True),
+    ("wo", "decoder/layers_1/mlp/wo", False),
+    ("all-linear", "decoder/layers_1/mlp/wo", True),
+    ("all-linear", "decoder/logits_dense", False),
+  ],
+)
+def test_targets_are_last_parts_of_names_or_regular_expressions(target, module, expected):
+  assert matches(target, module) == expected
+
+
+ADAPTERS = {
+  "lora": adapters.LoRA(rank=3, targets="all-linear"),
+  "rslora with patterns": adapters.LoRA(
+    rank=4, rslora=True, rank_pattern={"value": 2}, alpha_pattern={"decoder/.*": 3}
+  ),
+  "dora": adapters.LoRA(rank=3, dora=True, targets="all-linear"),
+  "ia3": adapters.IA3(targets=("k", "v", "wi_1", "wo")),
+  "int8": adapters.LoRA(rank=3, dora=True, frozen_dtype="int8"),
+  "bfloat16": adapters.IA3(frozen_dtype="bfloat16"),
+  "norms": adapters.Norms(frozen_dtype="int8"),
+}
+LAYERS = {
+  "layers": {},
+  "scanned": {"scan_layers": True},
+  "fused": {"fuse_qkv_params": True, "transpose_batch_sequence": True},
+  "own output layer": {"logits_via_embedding": False, "scan_layers": True},
+}
+
+
+PAIRS = [(name, "layers") for name in ADAPTERS] + [("dora", "scanned"), ("ia3", "scanned")]
+PAIRS += [("lora", "fused"), ("int8", "own output layer")]
+
+
+@pytest.mark.parametrize(("name", "layers"), PAIRS)
+def test_loss_gradients_and_decodes_are_those_of_the_merged_parameters(name, layers):
+  adapter, plain = ADAPTERS[name], make_model(**LAYERS[layers])
+  model = make_model(adapter, **LAYERS[layers])
+  params = drawn(model)
+  merged = adapter.merged(params)
+
+  def loss_of(params):
+    return model.loss_fn(params, BATCH, None)[0]
+
+  expected = plain.loss_fn(merged, BATCH, None)[0]
+  np.testing.assert_allclose(loss_of(params), expected, rtol=2e-5)
+  merged_grads = jax.grad(
+    lambda x: plain.loss_fn(adapter.merged(x), BATCH, None)[0], allow_int=True
+  )
+  grads, expected_grads = (
+    jax.tree_util.tree_leaves_with_path(fn(params))
+    for fn in (jax.grad(loss_of, allow_int=True), merged_grads)
+  )
+  compared = 0
+  # The paper's gradient leaves out that of DoRA's norm.
+  for (path, grad), (_, merged_grad) in zip(grads, expected_grads, strict=True):
+    flat_name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if adapter.is_trained(flat_name) and not getattr(adapter, "dora", False):
+      compared += 1
+      scale = max(1e-3, float(jnp.max(jnp.abs(merged_grad))))
+      np.testing.assert_allclose(grad / scale, merged_grad / scale, atol=3e-3, err_msg=flat_name)
+  assert compared or getattr(adapter, "dora", False)
+  decoded = model.predict_batch(params, BATCH)
+  np.testing.assert_array_equal(decoded, plain.predict_batch(merged, BATCH))
+
+
+def test_dropout_applies_to_the_low_rank_path_alone():
+  model = make_model(adapters.LoRA(rank=3, dropout=0.5))
+  params = drawn(model)
+  keys = jax.random.split(jax.random.PRNGKey(0), 2)
+  first, second = (float(model.loss_fn(params, BATCH, key)[0]) for key in keys)
+  assert first != second
+  zero_b = {"lora_b": 0.0}
+  without = jax.tree_util.tree_map_with_path(
+    lambda path, x: x * zero_b.get(path[-1].key, 1.0), params
+  )
+  assert len({float(model.loss_fn(without, BATCH, key)[0]) for key in keys}) == 1
+
+
+@pytest.mark.parametrize(
+  ("adapter", "config", "message"),
+  [
+    (adapters.LoRA(targets=("querry",)), T5Config, "'querry', which is no projection .* query"),
+    (adapters.BitFit(), T5Config, "BitFit trains no parameter of this network"),
+    (adapters.LoRA(), ScalableT5Config, "needs kernels that are matrices"),
+  ],
+)
+def test_what_an_adapter_cannot_train_is_refused_by_name(adapter, config, message):
+  sizes = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+  with pytest.raises(ValueError, match=message):
+    drawn(make_model(adapter, config, **sizes))
+
+
+def test_a_wrong_dtype_of_frozen_parameters_is_refused():
+  with pytest.raises(ValueError, match="frozen_dtype must be one of 'bfloat16', 'int8'"):
+    adapters.LoRA(frozen_dtype="int4")
+
+
+def test_settings_describe_an_adapter():
+  for adapter in ADAPTERS.values():
+    assert adapters.from_settings(adapter.settings()) == adapter
