@@ -93,7 +93,7 @@ def read_run(
 
 
 def read_model_recipe(
-  model_dir: str | os.PathLike[str], trust: bool = False
+  model_dir: str | os.PathLike[str], flags: Sequence[str] = (), trust: bool = False
 ) -> tuple[Mapping[str, Any], str, str]:
   """Returns the arguments of `train` for a model, its checkpoint, and its part of the gin file.
 
@@ -101,6 +101,7 @@ def read_model_recipe(
 
   Args:
     model_dir: see `read_run`.
+    flags: flags of `rosetta-t5 train`; gin files and bindings among them have no effect.
     trust: whether config.gin may use all code that it names; otherwise only the listed code.
 
   Raises:
@@ -108,9 +109,12 @@ def read_model_recipe(
     SystemExit: config.gin cannot be built; the error has been printed.
   """
   path, file, restore_cfg = _find_recipe(model_dir)
-  flags = [f"--gin_file={RUN_PART}"] if file == path else []
+  flags = [flag for flag in flags if not flag.startswith(("--gin.", "--gin_"))]
+  parts = [f"--gin_file={RUN_PART}"] if file == path else []
   with temporary_run_function(train), limited_to_list(not trust):
-    argv = ["rosetta-t5", *flags, f"--gin_file={file}"]
+    # The run's own data is not opened.
+    no_data = "--gin.MIXTURE_OR_TASK_NAME=''"
+    argv = ["rosetta-t5", *parts, f"--gin_file={file}", no_data, *flags]
     run = config.run_from_command_line(train, argv)
     program = parse_command_line(argv).read_program()
     unused = {binding.key for binding in unused_bindings(program, train, ("model",))}

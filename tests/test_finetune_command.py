@@ -12,6 +12,7 @@ import re
 import gin
 import numpy as np
 import pytest
+import seqio
 from test_folder_runs import VOCABULARY, make_folder
 from test_run import logged
 
@@ -33,6 +34,8 @@ def call(*arguments):
       status = end.code
     finally:
       gin.clear_config()
+      if "rows" in seqio.TaskRegistry.names():  # the next call has other rows of this name
+        seqio.TaskRegistry.remove("rows")
   return status, out.getvalue(), errors.getvalue()
 
 
@@ -180,6 +183,50 @@ def test_the_splits_of_a_folder_are_trained_on_and_evaluated(given, tmp_path):
   assert "data.file_task.validation_percent" not in chosen
 
 
+def test_a_wrong_binding_of_the_user_is_reported_before_the_recipe_is_written(given, tmp_path):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  flags = ("--out", tmp_path / "run", "--gin.TRAIN_STEP=4")
+  status, _, errors = call("finetune", *arguments, *flags)
+  assert status == 2
+  assert "Did you mean TRAIN_STEPS?" in errors
+  assert not (tmp_path / "run").exists()
+
+
+def test_a_step_that_does_not_fit_is_refused_and_a_small_memory_means_microbatches(
+  given, tmp_path, monkeypatch
+):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  flags = ("--out", tmp_path / "run", "--batch_size", 64, "--dry_run")
+  memory = "rosetta_t5.out_of_memory.device_memory"
+  monkeypatch.setattr(memory, lambda: 4e6)
+  status, out, errors = call("finetune", *arguments, *flags)
+  assert status == 0, errors
+  assert int(settings_of(out)["trainer.Trainer.num_microbatches"]) > 1
+  monkeypatch.setattr(memory, lambda: 1e4)
+  status, _, errors = call("finetune", *arguments, *flags)
+  assert status == 2
+  assert "the model does not fit" in errors
+
+
+@pytest.mark.parametrize("more", [[], ["squad_v010_context_free"]])
+def test_known_tasks_have_the_vocabulary_of_the_model(given, tmp_path, more):
+  (tmp_path / "data/squad").mkdir(parents=True)
+  answers = {"question": "w9 ?", "id": "1", "answers": [{"text": "w7", "answer_start": 0}]}
+  articles = [{"title": "w8", "paragraphs": [{"context": "w7 w9", "qas": [answers] * 40}]}]
+  for split in ("train", "dev"):
+    (tmp_path / f"data/squad/{split}-v1.1.json").write_text(json.dumps({"data": articles}))
+  name = "squad_v010_allanswers"
+  flags = ("--out", tmp_path / "run", "--dry_run", f"--tfds_data_dir={tmp_path / 'data'}")
+  status, out, errors = call("finetune", given / "model", name, *more, *flags)
+  assert status == 0, errors
+  chosen = settings_of(out)
+  assert chosen[f"{name}/data.known_task.vocabulary"] == "%VOCABULARY"
+  data = "@data.mixture()" if more else f"@{name}/data.known_task()"
+  assert chosen["MIXTURE_OR_TASK_NAME"] == data
+  monitored = "training_eval" if more else f"inference_eval/{name}_own_vocabulary/eval/f1"
+  assert monitored in chosen["checkpoints.SaveBestCheckpointer.metric_name_to_monitor"]
+
+
 @pytest.mark.parametrize(
   ("file", "content", "options", "message"),
   [
@@ -245,7 +292,7 @@ TEXTS = [" ".join([f"word{n}"] * 30) for n in range(40)]
 def test_the_metrics_are_those_of_the_kind_of_targets(targets, metrics, monitored):
   if metrics == ["rouge"]:
     pytest.importorskip("rouge_score")
-  choice, monitor = choices.choose_metrics(targets, None, "task")
+  choice, monitor = choices.choose_metrics(targets, (), "task")
   assert (choice.value, monitor.name) == (metrics, monitored)
 
 

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 # The value that a metric reports by which checkpoints are compared, if its name is another one.
-_VALUES = {"squad": "f1", "rouge": "rougeLsum", "f1_score_with_invalid": "f1"}
+_VALUES = {
+  "squad": "f1",
+  "rouge": "rougeLsum",
+  "f1_score_with_invalid": "f1",
+  "lambada": "accuracy",
+}
+_VALUES |= {"next_word": "accuracy", "word_perplexity": "perplexity"}
 _WIDTH = 100
 _LOSS = "loss_per_nonpadding_target_token"
 _MOST_LABELS, _LABEL_WORDS, _ANSWER_WORDS = 20, 4, 12
@@ -47,8 +53,10 @@ class Choice(NamedTuple):
   def __str__(self) -> str:
     """The lines of the gin file."""
     line = f"{self.name} = {self.value!r}"
+    if not self.reason:
+      return line
     if len(line) + len(self.reason) < _WIDTH:
-      return f"{line}  # {self.reason}" if self.reason else line
+      return f"{line}  # {self.reason}"
     return "\n".join([*textwrap.wrap(f"# {self.reason}:", _WIDTH, subsequent_indent="# "), line])
 
 
@@ -69,21 +77,22 @@ class Monitor(NamedTuple):
 
 
 def choose_metrics(
-  targets: Sequence[str], given: Sequence[str] | None, task: str
+  targets: Sequence[str], given: Sequence[str], task: str
 ) -> tuple[Choice, Monitor]:
   """Returns the metrics of the task, and the one by which checkpoints are compared.
 
   Args:
-    targets: those of the first rows; none for a SeqIO task, whose loss is compared.
-    given: the metrics that the user wants.
+    targets: those of the first rows; none for a SeqIO task.
+    given: the metrics that the user wants, or that the task has.
     task: its name.
   """
-  metrics, reason = _metrics_of(targets) if given is None else (list(given), "")
+  metrics, reason = (list(given), "") if given else _metrics_of(targets)
   choice = Choice("metrics", metrics, reason)
   if not metrics:
     return choice, Monitor(_LOSS, "min", f"training_eval/{task}", "TRAIN_EVAL")
   value = _VALUES.get(metrics[0], metrics[0])
-  return choice, Monitor(value, "max", f"inference_eval/{task}/eval", "INFER_EVAL")
+  mode = "min" if value == "perplexity" else "max"
+  return choice, Monitor(value, mode, f"inference_eval/{task}/eval", "INFER_EVAL")
 
 
 def _metrics_of(targets: Sequence[str]) -> tuple[list[str], str]:

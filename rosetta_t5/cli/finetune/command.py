@@ -6,7 +6,7 @@ import argparse
 import math
 import pathlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import terminal
@@ -17,49 +17,34 @@ from rosetta_t5.terminal import positive_integer, positive_number
 from rosetta_t5.user_errors import ConfigError
 
 RECIPE = "finetune.gin"
-# Group → option → (its help, other arguments of `add_argument`). The name in brackets is the gin binding's.
-_OPTIONS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-  "rows of files": {
-    "inputs": (
-      "column or template, such as 'question: {question}' (data.file_task.inputs; default: inputs)",
-      {},
-    ),
-    "targets": ("column or template (data.file_task.targets; default: targets)", {}),
-    "eval": (
-      "files that are evaluated and not trained on (data.file_task.validation_files; default: a share "
-      "of the rows, data.file_task.validation_percent)",
-      {"nargs": "+", "metavar": "FILE"},
-    ),
-    "metrics": (
-      "such as accuracy, squad, bleu, rouge (data.file_task.metrics; default: by the kind of targets)",
-      {"nargs": "+"},
-    ),
-  },
-  "what is chosen unless it is given": {
-    "steps": ("optimizer steps (TRAIN_STEPS)", {"type": positive_integer}),
-    "epochs": (
-      "how often each row is read, in place of --steps (TRAIN_STEPS)",
-      {"type": positive_number},
-    ),
-    "batch_size": ("rows of a step (BATCH_SIZE)", {"type": positive_integer}),
-    "learning_rate": (f"({RATE})", {"type": positive_number}),
-    "input_length": ("tokens; the rest is cut (TASK_FEATURE_LENGTHS)", {"type": positive_integer}),
-    "target_length": ("tokens; the rest is cut (TASK_FEATURE_LENGTHS)", {"type": positive_integer}),
-    "precision": (
-      "of the computation (network.T5Config.dtype; default: bfloat16 on GPUs)",
-      {"choices": ("float32", "bfloat16")},
-    ),
-    "patience": (
-      "end when this many evaluations in a row are not better than the one before "
-      "(trainer.EarlyStoppingAction.patience; default: train all steps)",
-      {"type": positive_integer},
-    ),
-    "seed": (
-      f"of shuffling and dropout (RANDOM_SEED, {SEED}; default: 0)",
-      {"type": int, "default": 0},
-    ),
-  },
+# Options: their name, type and help, in which the name in brackets is that of the gin binding.
+_OF_ROWS: Sequence[tuple[str, Any, str]] = (
+  ("inputs", str, "a column, or a template: 'question: {question}' (data.file_task.inputs)"),
+  ("targets", str, "a column, or a template (data.file_task.targets)"),
+  ("eval", str, "files that only evaluate; default: some rows (data.file_task.validation_files)"),
+  ("metrics", str, "such as accuracy or rouge; default: by the targets (data.file_task.metrics)"),
+)
+_CHOSEN: Sequence[tuple[str, Any, str]] = (
+  ("steps", positive_integer, "optimizer steps (TRAIN_STEPS)"),
+  ("epochs", positive_number, "how often a row is read, in place of --steps (TRAIN_STEPS)"),
+  ("batch_size", positive_integer, "rows of a step (BATCH_SIZE)"),
+  ("learning_rate", positive_number, f"({RATE})"),
+  ("input_length", positive_integer, "tokens; the rest is cut (TASK_FEATURE_LENGTHS)"),
+  ("target_length", positive_integer, "tokens; the rest is cut (TASK_FEATURE_LENGTHS)"),
+  ("precision", str, "float32, or bfloat16, the default on GPUs (network.T5Config.dtype)"),
+  ("seed", int, f"of shuffling and dropout; default: 0 (RANDOM_SEED, {SEED})"),
+  (
+    "patience",
+    positive_integer,
+    "end when so many evaluations in a row improve nothing (trainer.EarlyStoppingAction.patience)",
+  ),
+)
+_MORE: dict[str, Mapping[str, Any]] = {
+  "eval": {"nargs": "+"},
+  "metrics": {"nargs": "+"},
+  "seed": {"default": 0},
 }
+_MORE["precision"] = {"choices": ("float32", "bfloat16")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--dry_run", action="store_true", help=f"print {RECIPE} with every choice and its reason")
   methods = parser.add_argument_group("method").add_mutually_exclusive_group()
   methods.add_argument("--full", action="store_true", help="train all parameters (the default)")
-  for group, options in _OPTIONS.items():
+  for group, options in (("rows of files", _OF_ROWS), ("chosen unless given", _CHOSEN)):
     add = parser.add_argument_group(group).add_argument
-    for name, (text, more) in options.items():
-      add(f"--{name}", help=text, **more)
+    for name, kind, text in options:
+      add(f"--{name}", type=kind, help=text, **_MORE.get(name, {}))
   # The run itself uses what the recipe names, so this is not the option of other commands.
   text = "run whatever code MODEL's config.gin names (docs/security.md)"
   parser.add_argument("--trust", dest="trusts_model", action="store_true", help=text)
@@ -113,9 +98,7 @@ def finetune(options: argparse.Namespace) -> int:
   print(f"  python -m t5x.train --gin_file={shlex.quote(str(file))}\n", flush=True)
   from rosetta_t5 import train
 
-  # What the recipe contains is left out.
-  rest = [flag for flag in options.flags if not flag.startswith(("--gin.", "--gin_"))]
-  train.main(["rosetta-t5 train", f"--gin_file={file}", *rest])
+  train.main(["rosetta-t5 train", f"--gin_file={file}", *options.flags])
   print(_closing_text(options, monitored))
   return 0
 
@@ -160,7 +143,7 @@ def _closing_text(options: argparse.Namespace, monitored: str) -> str:
   name = monitored.rpartition("/")[2]
   return (
     f"\nThe best checkpoint is checkpoint_{best}"
-    + (f": {name} {values[best]:.4g}" if best in values else "")
+    + (f": {name} {values[best]:.4g}" if best in values and sign > 0 else "")
     + f". Commands to try next:\n  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl"
     + (f" --template {shlex.quote(options.inputs)}" if options.inputs else "")
     + f"\n  rosetta-t5 convert {folder} a_folder --to hf\n  rosetta-t5 report {options.out}"

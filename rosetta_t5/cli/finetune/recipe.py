@@ -24,6 +24,11 @@ from t5x import models
 from t5x import trainer
 from t5x import utils
 """
+_READING = (
+  Choice("USE_CACHED_TASKS", False, ""),
+  Choice("train/utils.DatasetConfig.pack", False, "a row is an example, so steps are epochs"),
+  Choice("train_eval/utils.DatasetConfig.pack", False, ""),
+)
 # What arrays may use of a CPU's memory, which other programs use too, and of a GPU's.
 _USABLE = {"CPU": 0.5, "GPU": 0.9}
 
@@ -40,33 +45,36 @@ def make_recipe(
     bindings: gin statements of the user, which come last.
 
   Raises:
-    ValueError: the model does not exist or does not fit the devices, or the data cannot be read.
+    ValueError: the model does not exist or does not fit the devices, the data cannot be read, or a binding
+      of the user is wrong.
   """
   from rosetta_t5.plan.estimate import expected_devices
   from rosetta_t5.trained_model import read_model_recipe
 
-  run, checkpoint, statements = read_model_recipe(options.model, options.trusts_model)
+  run, checkpoint, statements = read_model_recipe(
+    options.model, options.flags, options.trusts_model
+  )
   model, devices = run["model"], expected_devices()
   bound = re.search(r"^models\.\w+\.(?:output_)?vocabulary = (.+)$", statements, re.M)
   vocabulary = Code(bound[1] if bound else "%VOCABULARY")
   found = data.measure(model.output_vocabulary)
-  metrics, monitor = choices.choose_metrics(data.targets, options.metrics, found.task)
+  wanted = options.metrics or found.metrics
+  metrics, monitor = choices.choose_metrics(data.targets, wanted, found.task)
   limit = getattr(model.network_config, "max_length", None)
   given = {"inputs": options.input_length, "targets": options.target_length}
-  lengths = choices.choose_lengths(found.lengths, given, limit)
   batch, steps, period = choices.choose_steps(found.train, options, *devices)
   seeds = [Choice(name, options.seed, "makes it repeatable") for name in ("RANDOM_SEED", SEED)]
   sections = {
-    "The model and the method": [
-      *_model_choices(options, model, checkpoint, devices[1]),
-      *_memory_choices(run, lengths.value, batch.value, options, devices),
+    "The model": _model_choices(options, model, checkpoint, devices[1]),
+    "The data": [
+      *data.choices(found, vocabulary, metrics),
+      choices.choose_lengths(found.lengths, given, limit),
+      *_READING,
     ],
-    "The data": [*data.choices(found, vocabulary, metrics), lengths, *_reading_choices()],
     "The run": [
       Choice("MODEL_DIR", os.path.abspath(options.out), ""),
-      *(batch, steps),
+      *(batch, steps, *seeds),
       Choice("train_script.train.relative_steps", Code("%TRAIN_STEPS"), "after the checkpoint's"),
-      *seeds,
     ],
     "Evaluation and checkpoints": [
       period,
@@ -74,8 +82,21 @@ def make_recipe(
       *choices.patience_choices(monitor, found.task, options.patience),
     ],
   }
-  lines = [f"include {file!r}" for file in files] + list(bindings)
-  return _gin_file(options, statements, sections, lines), f"{monitor.folder}/{monitor.name}"
+  head = (
+    f"# What `rosetta-t5 finetune` chose for {options.model}.\n#\n# Command   python -m t5x.train "
+    f"--gin_file={os.path.join(options.out, 'finetune.gin')}\n\ninclude 'gin/runs/finetune.gin'\n\n"
+    f"# The model, as in {options.model}.\n{statements}\n{_IMPORTS}"
+  )
+  own = [f"include {file!r}" for file in files] + list(bindings)
+  own = ["\n# The command line.", *own] if own else []
+  memory = _memory_choices("\n".join([head, *_lines(sections), *own]), devices[1])
+  lines = _lines({**sections, "Memory": memory})
+  return "\n".join([head, *lines, *own, ""]), f"{monitor.folder}/{monitor.name}"
+
+
+def _lines(sections: Mapping[str, Sequence[Choice]]) -> list[str]:
+  """Returns the lines of the gin file with these choices."""
+  return [line for name, found in sections.items() for line in (f"\n# {name}.", *map(str, found))]
 
 
 def _model_choices(
@@ -84,11 +105,12 @@ def _model_choices(
   """Returns where the model begins, its precision, and how its parameters are trained."""
   from rosetta_t5.checkpoints import is_hugging_face
 
-  config, model_class = type(model.network_config).__name__, type(model).__name__
+  precision = options.precision or ("bfloat16" if device == "GPU" else "float32")
+  why = "" if options.precision else f"fast on a {device}"
   found = [
     Choice("INITIAL_CHECKPOINT_PATH", checkpoint, ""),
     Choice("utils.RestoreCheckpointConfig.resize_vocabulary", True, "for tokens that were added"),
-    Choice(f"network.{config}.dtype", *_precision(options, device)),
+    Choice(f"network.{type(model.network_config).__name__}.dtype", precision, why),
   ]
   is_folder, rate, reason = is_hugging_face(checkpoint), 1e-3, "T5's, for Adafactor"
   if is_folder:
@@ -99,7 +121,7 @@ def _model_choices(
   if not hasattr(model.network_config, "num_encoder_layers"):
     text = "a decoder reads inputs and targets as one row"
     reader = Code("@seqio.PrefixLMFeatureConverter")
-    found.append(Choice(f"models.{model_class}.feature_converter_cls", reader, text))
+    found.append(Choice(f"models.{type(model).__name__}.feature_converter_cls", reader, text))
   given = options.learning_rate
   return [
     *found,
@@ -107,83 +129,53 @@ def _model_choices(
   ]
 
 
-def _precision(options: argparse.Namespace, device: str) -> tuple[str, str]:
-  if options.precision:
-    return options.precision, ""
-  return ("bfloat16", "fast on GPUs") if device == "GPU" else ("float32", "fast on CPUs")
+def _memory_choices(text: str, device: str) -> list[Choice]:
+  """Returns the microbatches and the rematerialization with which a step of a recipe fits.
 
-
-def _reading_choices() -> list[Choice]:
-  uses = ("train", "train_eval")
-  packed = [
-    Choice(f"{use}/utils.DatasetConfig.pack", False, "a row is an example, so steps are epochs")
-    for use in uses
-  ]
-  return [Choice("USE_CACHED_TASKS", False, ""), *packed]
-
-
-def _memory_choices(
-  run: Mapping[str, Any],
-  lengths: Mapping[str, int],
-  batch: int,
-  options: argparse.Namespace,
-  devices: tuple[int, str],
-) -> list[Choice]:
-  """Returns the microbatches and the rematerialization with which a step fits, by `plan`'s estimate.
+  Args:
+    text: the gin file, without these choices. It is checked as `rosetta-t5 check` does.
+    device: "CPU" or "GPU".
 
   Raises:
-    ValueError: none fits.
+    ValueError: the gin file is wrong, or a step does not fit.
   """
-  from rosetta_t5.out_of_memory import device_memory
-  from rosetta_t5.parallel.axis_rules import partition_specs_of
-  from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches
-  from rosetta_t5.plan.memory import StateMemory, size_text
-  from rosetta_t5.plan.workload import batch_workload, input_lengths, state_shapes
-  from rosetta_t5.traced.program import with_config
+  from rosetta_t5.config.command_line import parse_command_line
+  from rosetta_t5.config.configuration import dry_run
+  from rosetta_t5.plan.description import Plan
+  from rosetta_t5.train import train
 
-  model, partitioner = run["model"], run["partitioner"]
-  model = with_config(model, dtype=_precision(options, devices[1])[0])
-  mesh = partitioner.mesh_config.axis_sizes(devices[0])
-  sides = input_lengths(model, lengths)
-  state = state_shapes(model, batch, sides, trained=True)
-  names = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
-  shapes = {names[side]: (batch, length) for side, length in sides.items()}
-  work = batch_workload(model, partitioner, shapes, mesh, state=state)
-  memory = StateMemory.of(state, partition_specs_of(partitioner, state, mesh), work)
-  available = device_memory()
-  limit = _USABLE[devices[1]] * available
-  policies = POLICIES if hasattr(model.network_config, "remat_policy") else (work.policy,)
-  tried = (fewest_microbatches(work.replace(remat_policy=p), memory, limit) for p in policies)
-  fits = next(filter(None, tried), None)
-  if fits is None:
-    needed = sum(memory.step(work.replace(remat_policy=policies[-1])).values())
-    raise ConfigError(
-      f"{options.model} does not fit: a step needs {size_text(needed)} with rematerialization, and a device "
-      f"has {size_text(available)}. Use a smaller --batch_size, --input_length or --target_length, or more "
-      "devices (--gin.partitioning.PjitPartitioner.mesh=\"{'fsdp': -1}\")"
-    )
-  text = f"{size_text(sum(memory.step(fits).values()))} of the device's {size_text(available)}"
-  found = [Choice("trainer.Trainer.num_microbatches", fits.microbatches, text)]
-  if fits.policy != work.policy:
-    name = f"network.{type(model.network_config).__name__}.remat_policy"
-    found.append(Choice(name, fits.policy, "computes activations twice, to save memory"))
+  found: list[Choice] = []
+
+  def describe(resolved: Any) -> list[Any]:
+    if not resolved.problems.messages:
+      found.extend(_fitting_choices(Plan(resolved), device))
+    return []
+
+  dry_run(parse_command_line(["rosetta-t5", f"--gin_bindings={text}"]), train, describe)
   return found
 
 
-def _gin_file(
-  options: argparse.Namespace,
-  statements: str,
-  sections: Mapping[str, Sequence[Choice]],
-  given: Sequence[str],
-) -> str:
-  parts = [
-    f"# What `rosetta-t5 finetune` chose for {options.model}.\n#\n# Command   python -m t5x.train "
-    f"--gin_file={os.path.join(options.out, 'finetune.gin')}",
-    "include 'gin/runs/finetune.gin'",
-    f"# The model, as in {options.model}.\n{statements}",
-    _IMPORTS.strip(),
-    *("\n".join([f"# {name}.", *map(str, found)]) for name, found in sections.items()),
-  ]
-  if given:
-    parts.append("\n".join(["# The command line.", *given]))
-  return "\n\n".join(parts) + "\n"
+def _fitting_choices(plan: Any, device: str) -> list[Choice]:
+  from rosetta_t5.out_of_memory import device_memory
+  from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches
+  from rosetta_t5.plan.memory import StateMemory, size_text
+
+  work, available = plan.work, device_memory()
+  memory = StateMemory.of(plan.state, plan.specs, work)
+  policies = POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
+  options = [work.replace(remat_policy=policy) for policy in policies]
+  limit = _USABLE[device] * available
+  fits = next(filter(None, (fewest_microbatches(each, memory, limit) for each in options)), None)
+  if fits is None:
+    needed = sum(memory.step(options[-1]).values())
+    raise ConfigError(
+      f"the model does not fit: a step needs {size_text(needed)} with rematerialization, and a device "
+      f"has {size_text(available)}. Use a smaller --batch_size, --input_length or --target_length, or more "
+      "devices (--gin.partitioning.PjitPartitioner.mesh=\"{'fsdp': -1}\")"
+    )
+  used = f"{size_text(sum(memory.step(fits).values()))} of the device's {size_text(available)}"
+  found = [Choice("trainer.Trainer.num_microbatches", fits.microbatches, used)]
+  if fits.policy != work.policy:
+    name = f"network.{type(work.config).__name__}.remat_policy"
+    found.append(Choice(name, fits.policy, "computes activations twice, to save memory"))
+  return found

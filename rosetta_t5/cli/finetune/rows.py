@@ -34,6 +34,7 @@ class Measured(NamedTuple):
     lengths: the numbers of tokens of each feature of the first examples, with the end token.
     train: the number of examples that are trained on; None if it is unknown.
     evaluated: the number of those that are not.
+    metrics: the names of the task's metrics; none if there are several tasks.
     percent: the share of the rows that is evaluated; None if it is data of its own.
   """
 
@@ -41,6 +42,7 @@ class Measured(NamedTuple):
   lengths: Mapping[str, Any]
   train: int | None
   evaluated: int | None
+  metrics: Sequence[str]
   percent: float | None = None
 
 
@@ -134,20 +136,20 @@ class Tasks:
     return _measure(own[0] if len(own) == 1 else mixture(own))._replace(task=own[0])
 
   def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
-    """Returns the bindings of the task, with the model's vocabulary if the task is known here."""
+    """Returns the bindings of the tasks, with the model's vocabulary for those that are known here."""
     from rosetta_t5.data.tasks.catalogue import TASKS
 
+    del found, metrics
     known = [name for name in self.names if name in TASKS]
     parts = [Code(f"@{n}/data.known_task()") if n in known else n for n in self.names]
-    bound = [
-      Choice(f"{name}/data.known_task.{argument}", value, "")
-      for name in known
-      for argument, value in (("name", name), ("vocabulary", vocabulary))
+    data = parts[0] if len(parts) == 1 else Code("@data.mixture()")
+    mixed = Choice("data.mixture.tasks", parts, "in proportion to their examples")
+    return [
+      Choice("MIXTURE_OR_TASK_NAME", data, ""),
+      *([mixed] if len(parts) > 1 else []),
+      *(Choice(f"{name}/data.known_task.name", name, "") for name in known),
+      *(Choice(f"{name}/data.known_task.vocabulary", vocabulary, "") for name in known),
     ]
-    if len(parts) == 1:
-      return [Choice("MIXTURE_OR_TASK_NAME", parts[0], ""), *bound]
-    mixed = Choice("MIXTURE_OR_TASK_NAME", Code("@data.mixture()"), "")
-    return [mixed, Choice("data.mixture.tasks", parts, "in proportion to their examples"), *bound]
 
 
 def open_data(options: argparse.Namespace) -> Files | Tasks:
@@ -184,18 +186,21 @@ def _first_rows(file: str, convert: Any) -> list[Mapping[str, str]]:
 def _measure(name: str) -> Measured:
   import numpy as np
 
-  from rosetta_t5.data import DatasetConfig
+  from rosetta_t5.data import DatasetConfig, find_task_or_mixture
   from rosetta_t5.data.pipeline.data_description import first_examples
 
   lengths = {"inputs": _LONG, "targets": _LONG}
   train, evaluated = (
-    first_examples(DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0))
+    DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0)
     for split in ("train", "validation")
   )
+  parts = [first_examples(cfg) for cfg in (train, evaluated)]
   found = {
-    feature: np.concatenate([part.lengths[feature] for part in train if feature in part.lengths])
+    feature: np.concatenate([each.lengths[feature] for each in parts[0] if feature in each.lengths])
     for feature in lengths
   }
-  numbers = [[part.number or 0 for part in parts] for parts in (train, evaluated)]
-  total = [sum(each) if all(each) else None for each in numbers]
-  return Measured(name, found, *total)
+  numbers = [[each.number or 0 for each in split] for split in parts]
+  metrics = getattr(find_task_or_mixture(train), "metric_fns", ())
+  known = [f.__name__ for f in metrics if f.__name__ in task_metrics.__all__]
+  counts = [sum(each) if all(each) else None for each in numbers]
+  return Measured(name, found, counts[0], counts[1], known)
