@@ -44,6 +44,7 @@ class EncoderModel(EncoderDecoderModel):
     encoded_BSD: jax.Array = self.module.apply(
       {"params": params}, tokens_BS, enable_dropout=False, method=encode
     ).astype(jnp.float32)
+    encoded_BSD = encoded_BSD[:, -tokens_BS.shape[1] :]  # after the vectors of a trained prompt
     if pooling == "first":
       return encoded_BSD[:, 0]
     real_BS1 = (tokens_BS != self.pad_id)[..., None]

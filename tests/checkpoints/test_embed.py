@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 
 import gin
+import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
 import transformers_texts
-from transformers_embeddings import MODELS, TEXTS, recorded_vectors, write_folder
+from transformers_embeddings import MODELS, TEXTS, VOCAB, recorded_vectors, write_folder
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints import local_folder
+from rosetta_t5.models import EncoderModel
+from rosetta_t5.networks.config import T5Config
+from rosetta_t5.networks.transformer import Transformer
 
 CASES = [(name, pooling) for name in MODELS for pooling in ("mean", "first")]
 
@@ -41,6 +45,19 @@ def test_vectors_are_those_of_transformers_in_the_order_of_the_texts(name, pooli
   vectors = np.load(output)
   assert vectors.dtype == np.float32
   np.testing.assert_allclose(vectors, recorded_vectors(name, pooling), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first"])
+def test_vectors_of_a_trained_prompt_are_not_those_of_a_text(pooling):
+  config = T5Config(vocab_size=VOCAB, emb_dim=16, num_encoder_layers=1, prompt_length=3)
+  model = EncoderModel(Transformer(config), None, None, None)
+  tokens = np.array([[5, 9, 4, 0], [7, 0, 0, 0]])
+  params = model.get_initial_variables(jax.random.PRNGKey(0), {"encoder_input_tokens": (2, 4)})
+  encode = Transformer.encode
+  encoded = model.module.apply(params, tokens, enable_dropout=False, method=encode)[:, 3:]
+  vectors = model.embed_batch(params["params"], {"encoder_input_tokens": tokens}, pooling)
+  first, mean = encoded[:, 0], [encoded[0, :3].mean(0), encoded[1, 0]]
+  np.testing.assert_allclose(vectors, first if pooling == "first" else mean, atol=1e-6)
 
 
 @pytest.fixture
