@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from rosetta_t5.adapters.optimizer import AdapterOptimizer
 from rosetta_t5.checkpoints import read_start_facts
 from rosetta_t5.checkpoints.checkpoint_folders import step_of
 from rosetta_t5.config.configuration import ResolvedRun, Rows
@@ -30,7 +31,7 @@ from rosetta_t5.plan.workload import (
   traced_activations,
   workload_of,
 )
-from rosetta_t5.telemetry.console import count_parameters
+from rosetta_t5.telemetry.console import count_parameters, describe_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.traced.program import flops_of_segments
 from rosetta_t5.training.losses import microbatch_warning
@@ -181,7 +182,7 @@ def _model_rows(plan: Plan) -> Rows:
   module = model.module
   dtype = getattr(model.network_config, "dtype", None)
   text = f"{type(model).__name__} of {type(module).__module__}.{type(module).__name__}, "
-  text += f"{count_parameters(plan.state.params):,} parameters"
+  text += describe_parameters(model, plan.state.params)
   return [("model", text + (f", computed in {jnp.dtype(dtype).name}" if dtype else ""))]
 
 
@@ -233,7 +234,8 @@ def _optimizer_rows(plan: Plan) -> Rows:
     raise ValueError(
       f"{type(model).__name__}.optimizer_def must be an optimizer, got None: set OPTIMIZER"
     )
-  rows = [("optimizer", type(optimizer).__name__)]
+  rule = optimizer.optimizer if isinstance(optimizer, AdapterOptimizer) else optimizer
+  rows = [("optimizer", type(rule).__name__)]
   schedule = plan.trainer_settings.get("learning_rate_fn")
   if schedule is not None:
     first, last = plan.steps

@@ -197,7 +197,7 @@ def describe_training(
   cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
   start = f"from {restored_from}" if restored_from else "from scratch"
   rows = [
-    ("model", f"{type(model).__name__}, {count_parameters(params):,} parameters{cost}"),
+    ("model", f"{type(model).__name__}, {describe_parameters(model, params)}{cost}"),
     ("steps", f"{steps[0]} to {steps[1]}, {start}"),
     *(("examples", text) for text in examples),
     *([("computes", computation)] if computation else []),
@@ -338,6 +338,15 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   total = f"Total number of parameters: {count_parameters(full_train_state.params)}"
   lines = [*section("target"), total, "", *section("state"), *section("flax_mutables")]
   return "".join(f"{line}\n" for line in lines)
+
+
+def describe_parameters(model: Any, params: Any) -> str:
+  """Returns the number of parameters, and how many of them an adapter trains."""
+  text = f"{count_parameters(params):,} parameters"
+  if model.adapter is None or model.optimizer_def is None:
+    return text
+  trained = count_parameters(model.optimizer_def.trained(params))
+  return f"{text}, of which {type(model.adapter).__name__} trains {trained:,}"
 
 
 def count_parameters(params: Any) -> int:

@@ -16,6 +16,11 @@ from rosetta_t5.conversion.convert import convert
 
 IMPORT = "--gin_bindings=from rosetta_t5 import adapters"
 LORA = ("models.{model}.adapter=@adapters.LoRA()", "adapters.LoRA.rank=4")
+FP8 = ("train_script.train.te_config_cls=@te_helper.TransformerEngineConfig",)
+FP8 += (
+  "te_helper.TransformerEngineConfig.enabled=1",
+  "te_helper.TransformerEngineConfig.emulate=True",
+)
 SAVE_DATA = "utils.SaveCheckpointConfig.save_dataset=True"
 ADAMW = (SAVE_DATA, "OPTIMIZER=@optimizers.adamw()", "optimizers.adamw.learning_rate=0.01")
 
@@ -124,6 +129,13 @@ SWITCHES = {
   "microbatches": (["trainer.Trainer.num_microbatches=2"], 1e-5),
   "tensor": (["partitioning.PjitPartitioner.mesh={{'tensor': 2}}"], 1e-5),
   "fsdp": (["partitioning.PjitPartitioner.mesh={{'fsdp': 2}}"], 1e-5),
+  "context": (["partitioning.PjitPartitioner.mesh={{'context': 2}}"], 1e-5),
+  "pipeline": (
+    ["partitioning.PjitPartitioner.mesh={{'pipeline': 2}}", "network.{config}.scan_layers=True"],
+    1e-5,
+  ),
+  "remat": (["network.{config}.remat_policy='full'"], 1e-5),
+  "fp8": (list(FP8), 1e-1),
   "fused": (["network.{config}.fuse_qkv_params=True"], 1e-5),
 }
 
@@ -132,9 +144,10 @@ SWITCHES = {
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_does_not_change_the_loss(found, adapted, switch, tmp_path):
   bindings, tolerance = SWITCHES[switch]
-  losses = train(found, tmp_path / "run", *LORA, *ADAMW, *bindings, imports=[IMPORT])
+  fp8 = ["--gin_bindings=from t5x import te_helper"] if switch == "fp8" else []
+  losses = train(found, tmp_path / "run", *LORA, *ADAMW, *bindings, imports=[*fp8, IMPORT])
   # A is drawn by the names of projections, which scanned layers share.
-  compared = 1 if switch == "scan" else 2
+  compared = 1 if switch in ("scan", "pipeline") else 2
   np.testing.assert_allclose(losses[:compared], adapted[0][:compared], rtol=tolerance)
   assert trained_model.open_model_dir(tmp_path / "run").state is not None
 
