@@ -20,6 +20,7 @@ from rosetta_t5 import cli
 from rosetta_t5.cli.command import Parser
 from rosetta_t5.cli.finetune import choices
 from rosetta_t5.cli.finetune.command import add_arguments
+from rosetta_t5.cli.finetune.methods import METHODS, RATE
 
 ROWS = 120
 
@@ -161,6 +162,52 @@ def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given,
   assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "bitfit"])
+def test_a_method_has_its_adapter_its_optimizer_and_its_rate(given, tmp_path, method):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  value = [7] if METHODS[method].argument else []
+  status, out, errors = call(
+    "finetune", *arguments, "--out", tmp_path / "run", "--dry_run", f"--{method}", *value
+  )
+  assert status == 0, errors
+  chosen, adapter = settings_of(out), METHODS[method].adapter
+  assert float(chosen[RATE]) == METHODS[method].rate
+  assert chosen.get("models.EncoderDecoderModel.adapter") == (
+    f"@adapters.{adapter}()" if adapter else None
+  )
+  if value:
+    assert chosen[f"adapters.{adapter}.{METHODS[method].argument}"] == "7"
+
+
+def test_lora_is_chosen_where_full_finetuning_does_not_fit(given, tmp_path, monkeypatch):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  arguments += ("--out", tmp_path / "run", "--dry_run", "--batch_size", 8)
+  status, out, errors = call("finetune", *arguments)
+  assert status == 0, errors
+  assert "models.EncoderDecoderModel.adapter" not in settings_of(out)
+  number, unit = re.search(r"# (\S+) (k|M)B of the device's", out).groups()
+  needed = float(number) * {"k": 1e3, "M": 1e6}[unit]
+  # Half of a CPU's memory is used, and parameters, gradients and activations each need about a third.
+  monkeypatch.setattr("rosetta_t5.out_of_memory.device_memory", lambda: 2 * 0.6 * needed)
+  status, out, errors = call("finetune", *arguments)
+  assert status == 0, errors
+  assert settings_of(out)["models.EncoderDecoderModel.adapter"] == "@adapters.LoRA()"
+  assert "chosen because full finetuning does not fit the memory" in out
+
+
+def test_an_adapter_is_trained_used_and_merged(given, tmp_path):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  flags = ("--out", tmp_path / "run", "--lora", 4, "--steps", 3, "--batch_size", 8)
+  status, out, errors = call("finetune", *arguments, *flags)
+  assert status == 0, errors[-2000:]
+  suggested = re.search(r"rosetta-t5 (convert \S+)", out)[1].split()
+  assert call(*suggested, tmp_path / "hf", "--to", "hf")[0] == 0
+  assert (tmp_path / "hf/model.safetensors").exists()
+  status, _, errors = call("finetune", tmp_path / "run", *arguments[1:], "--out", tmp_path / "more")
+  assert status == 2
+  assert "has an adapter: merge it" in errors
+
+
 def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
   arguments = (given / "decoder", given / "rows.csv", "--inputs", "text", "--targets", "label")
   status, out, errors = call("finetune", *arguments, "--out", tmp_path, "--dry_run")
@@ -190,6 +237,13 @@ def test_a_wrong_binding_of_the_user_is_reported_before_the_recipe_is_written(gi
   assert status == 2
   assert "Did you mean TRAIN_STEPS?" in errors
   assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(given, tmp_path):
+  arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  status, _, errors = call("finetune", *arguments, "--out", tmp_path / "run", "--batch_size", 3)
+  assert status in (1, 2)
+  assert "batch size 3" in errors.lower()
 
 
 def test_a_step_that_does_not_fit_is_refused_and_a_small_memory_means_microbatches(
@@ -269,10 +323,10 @@ def test_without_a_network_the_error_says_how_to_bring_a_folder(given, tmp_path,
 def test_every_option_names_its_gin_binding():
   parser = Parser()
   add_arguments(parser)
-  own = {"help", "dry_run", "full", "trusts_model"}
+  own = {"help", "dry_run", "trusts_model"}
   for action in parser._actions:
     if action.dest not in own:
-      assert re.search(r"\(.*([A-Z]+_[A-Z]+|\w+\.\w+\.\w+).*\)", action.help), action.dest
+      assert re.search(r"\(.*([A-Z]+_[A-Z]+|\w+\.\w+).*\)", action.help), action.dest
 
 
 LABELS = ["yes", "no", "yes", "maybe"] * 10

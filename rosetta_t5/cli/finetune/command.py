@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import terminal
-from rosetta_t5.cli.finetune.recipe import RATE, SEED, make_recipe
+from rosetta_t5.cli.finetune.methods import METHODS, RATE
+from rosetta_t5.cli.finetune.recipe import SEED, make_recipe
 from rosetta_t5.cli.finetune.rows import open_data
 from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import positive_integer, positive_number
@@ -65,8 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add("--out", required=True, metavar="FOLDER", help="of the run; it continues one (MODEL_DIR)")
   add("--dry_run", action="store_true", help=f"print {RECIPE} with every choice and its reason")
-  methods = parser.add_argument_group("method").add_mutually_exclusive_group()
-  methods.add_argument("--full", action="store_true", help="train all parameters (the default)")
+  methods = parser.add_argument_group(
+    "method; default: --full, or --lora 16 if that does not fit"
+  ).add_mutually_exclusive_group()
+  for name, method in METHODS.items():
+    methods.add_argument(f"--{name}", **method.option)
   for group, options in (("rows of files", _OF_ROWS), ("chosen unless given", _CHOSEN)):
     add = parser.add_argument_group(group).add_argument
     for name, kind, text in options:

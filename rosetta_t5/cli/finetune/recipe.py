@@ -10,9 +10,9 @@ from typing import Any
 
 from rosetta_t5.cli.finetune import choices
 from rosetta_t5.cli.finetune.choices import Choice, Code
+from rosetta_t5.cli.finetune.methods import candidates
 from rosetta_t5.user_errors import ConfigError
 
-RATE = "utils.create_learning_rate_scheduler.base_learning_rate"
 SEED = "train/utils.DatasetConfig.seed"
 _IMPORTS = """
 from __gin__ import dynamic_registration
@@ -55,6 +55,11 @@ def make_recipe(
     options.model, options.flags, options.trusts_model
   )
   model, devices = run["model"], expected_devices()
+  if model.adapter is not None:
+    raise ConfigError(
+      f"{options.model} has an adapter: merge it (rosetta-t5 convert {options.model} FOLDER --to hf), "
+      "or train it on with the run's own recipe"
+    )
   bound = re.search(r"^models\.\w+\.(?:output_)?vocabulary = (.+)$", statements, re.M)
   vocabulary = Code(bound[1] if bound else "%VOCABULARY")
   found = data.measure(model.output_vocabulary)
@@ -89,9 +94,15 @@ def make_recipe(
   )
   own = [f"include {file!r}" for file in files] + list(bindings)
   own = ["\n# The command line.", *own] if own else []
-  memory = _memory_choices("\n".join([head, *_lines(sections), *own]), devices[1])
-  lines = _lines({**sections, "Memory": memory})
-  return "\n".join([head, *lines, *own, ""]), f"{monitor.folder}/{monitor.name}"
+  for candidate in (found_candidates := candidates(options)):
+    method = candidate.choices(model, steps.value, options.learning_rate)
+    text = "\n".join([head, candidate.lines, *_lines({**sections, "The method": method})])
+    memory = _memory_choices("\n".join([text, *own]), devices[1], candidate is found_candidates[-1])
+    if memory:
+      break
+  return "\n".join(
+    [text, *_lines({"Memory": memory}), *own, ""]
+  ), f"{monitor.folder}/{monitor.name}"
 
 
 def _lines(sections: Mapping[str, Sequence[Choice]]) -> list[str]:
@@ -102,8 +113,9 @@ def _lines(sections: Mapping[str, Sequence[Choice]]) -> list[str]:
 def _model_choices(
   options: argparse.Namespace, model: Any, checkpoint: str, device: str
 ) -> list[Choice]:
-  """Returns where the model begins, its precision, and how its parameters are trained."""
+  """Returns where the model and its schedule begin, its precision, and its loss."""
   from rosetta_t5.checkpoints import is_hugging_face
+  from rosetta_t5.checkpoints.checkpoint_folders import step_of
 
   precision = options.precision or ("bfloat16" if device == "GPU" else "float32")
   why = "" if options.precision else f"fast on a {device}"
@@ -112,29 +124,26 @@ def _model_choices(
     Choice("utils.RestoreCheckpointConfig.resize_vocabulary", True, "for tokens that were added"),
     Choice(f"network.{type(model.network_config).__name__}.dtype", precision, why),
   ]
-  is_folder, rate, reason = is_hugging_face(checkpoint), 1e-3, "T5's, for Adafactor"
-  if is_folder:
+  if is_hugging_face(checkpoint) or candidates(options)[0].name != "full":
     text = "a mean over the batch; there is no optimizer's state with another scale"
     found.append(Choice("LOSS_NORMALIZING_FACTOR", "MEAN_PER_TOKEN", text))
-  elif "Adafactor" not in type(model.optimizer_def).__name__:
-    rate, reason = 1e-4, "for the optimizer of the run that the checkpoint is of"
+  if step := step_of(checkpoint):
+    offset = "utils.create_learning_rate_scheduler.step_offset"
+    found.append(Choice(offset, step, "the checkpoint's step"))
   if not hasattr(model.network_config, "num_encoder_layers"):
     text = "a decoder reads inputs and targets as one row"
     reader = Code("@seqio.PrefixLMFeatureConverter")
     found.append(Choice(f"models.{type(model).__name__}.feature_converter_cls", reader, text))
-  given = options.learning_rate
-  return [
-    *found,
-    Choice(RATE, given or rate, "" if given else f"{reason}; all parameters are trained"),
-  ]
+  return found
 
 
-def _memory_choices(text: str, device: str) -> list[Choice]:
+def _memory_choices(text: str, device: str, is_last: bool) -> list[Choice]:
   """Returns the microbatches and the rematerialization with which a step of a recipe fits.
 
   Args:
     text: the gin file, without these choices. It is checked as `rosetta-t5 check` does.
     device: "CPU" or "GPU".
+    is_last: whether to raise an error if a step does not fit; else the result is [].
 
   Raises:
     ValueError: the gin file is wrong, or a step does not fit.
@@ -148,29 +157,33 @@ def _memory_choices(text: str, device: str) -> list[Choice]:
 
   def describe(resolved: Any) -> list[Any]:
     if not resolved.problems.messages:
-      found.extend(_fitting_choices(Plan(resolved), device))
+      found.extend(_fitting_choices(Plan(resolved), device, is_last))
     return []
 
   dry_run(parse_command_line(["rosetta-t5", f"--gin_bindings={text}"]), train, describe)
   return found
 
 
-def _fitting_choices(plan: Any, device: str) -> list[Choice]:
+def _fitting_choices(plan: Any, device: str, is_last: bool) -> list[Choice]:
   from rosetta_t5.out_of_memory import device_memory
+  from rosetta_t5.parallel.data_layout import check_batch_size
   from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches
   from rosetta_t5.plan.memory import StateMemory, size_text
 
+  check_batch_size(plan.dataset_cfg.batch_size, plan.mesh)
   work, available = plan.work, device_memory()
   memory = StateMemory.of(plan.state, plan.specs, work)
   policies = POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
   options = [work.replace(remat_policy=policy) for policy in policies]
   limit = _USABLE[device] * available
   fits = next(filter(None, (fewest_microbatches(each, memory, limit) for each in options)), None)
+  if fits is None and not is_last:
+    return []
   if fits is None:
     needed = sum(memory.step(options[-1]).values())
     raise ConfigError(
       f"the model does not fit: a step needs {size_text(needed)} with rematerialization, and a device "
-      f"has {size_text(available)}. Use a smaller --batch_size, --input_length or --target_length, or more "
+      f"has {size_text(available)}. Use --lora 16, a smaller --batch_size, --input_length or --target_length, or more "
       "devices (--gin.partitioning.PjitPartitioner.mesh=\"{'fsdp': -1}\")"
     )
   used = f"{size_text(sum(memory.step(fits).values()))} of the device's {size_text(available)}"
