@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_folder_runs import make_folder, train
 
-from rosetta_t5 import trained_model
+from rosetta_t5 import cli, trained_model
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion.convert import convert
@@ -171,3 +171,17 @@ def test_each_method_trains_its_parameters(found, method, tmp_path):
   base = read_arrays(found[1])
   for name in trained & base.keys():
     assert np.any(opened[name.removeprefix("target/")] != base[name].get())
+
+
+def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_path):
+  if found[0] != "t5gemma":
+    pytest.skip("a decoder has no encoder")
+  folder = convert(adapted[1], tmp_path / "hf", "hf", report=lambda _: None)
+  (tmp_path / "texts.txt").write_text("w5 w6 w7\nw8 w9\n")
+  vectors = []
+  for number, model in enumerate((adapted[1], folder)):
+    output = tmp_path / f"{number}.npy"
+    files = ["--input", str(tmp_path / "texts.txt"), "--output", str(output)]
+    assert cli.main(["embed", "--model_dir", str(model), *files]) == 0
+    vectors.append(np.load(output))
+  np.testing.assert_allclose(*vectors, atol=1e-5)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.linen import partitioning
 
 from rosetta_t5 import adapters, models
 from rosetta_t5.adapters.kernel_adapters import matches
@@ -121,6 +122,17 @@ def test_loss_gradients_and_decodes_are_those_of_the_merged_parameters(name, lay
   assert compared or getattr(adapter, "dora", False)
   decoded = model.predict_batch(params, BATCH)
   np.testing.assert_array_equal(decoded, plain.predict_batch(merged, BATCH))
+
+
+def test_the_matrices_are_split_over_devices_as_the_kernel_that_they_change():
+  model = make_model(adapters.LoRA(targets="all-linear"))
+  shapes = {name: x.shape for name, x in BATCH.items()}
+  variables = jax.eval_shape(lambda: model.get_initial_variables(jax.random.PRNGKey(0), shapes))
+  layer = partitioning.get_axis_names(variables["params_axes"])["encoder"]["layers_0"]
+  axes = [layer["attention"]["query"], layer["mlp"]["wo"]]
+  # Of a projection whose outputs are split, A is whole; of one whose inputs are split, B is.
+  assert [tuple(each["lora_a"]) for each in axes] == [("embed", None), ("mlp", None)]
+  assert [tuple(each["lora_b"]) for each in axes] == [(None, "joined_kv"), (None, "embed")]
 
 
 def test_dropout_applies_to_the_low_rank_path_alone():
