@@ -16,8 +16,9 @@ from rosetta_t5.checkpoints.formats.hugging_face.folder import local_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.training.train_state import TrainState
-from rosetta_t5.user_errors import OWN_PACKAGES
 
+# The modules of T5X's class and of the manager, whose methods are not a user's.
+_T5X_CHECKPOINTERS = ("t5x.checkpoints", OrbaxCheckpointManagerInterface.__module__)
 _ManagerClass = Callable[..., OrbaxCheckpointManagerInterface]
 _MODES = ("latest", "all", "specific")
 Mode = Annotated[str, one_of(_MODES)]
@@ -236,4 +237,4 @@ def create_orbax_checkpoint_manager(
 def _overridden(checkpointer: Any, name: str) -> Callable[..., Any] | None:
   """Returns a method of a user's checkpointer; None if it is the one of T5X's class."""
   method = getattr(checkpointer, name, None)
-  return None if method is None or method.__module__.startswith(OWN_PACKAGES) else method
+  return None if method is None or method.__module__ in _T5X_CHECKPOINTERS else method

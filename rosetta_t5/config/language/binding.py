@@ -130,6 +130,8 @@ class _Names:
     Raises:
       ConfigError: the import fails.
     """
+    if stand_in := t5x_surface.stand_in_of(statement.module):
+      statement = statement._replace(module=stand_in, alias=statement.bound_name())
     if statement.module != _DYNAMIC.module:
       by_file = self._imports[statement.bound_name()]
       by_file[file] = None  # until the import has succeeded

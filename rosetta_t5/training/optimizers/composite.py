@@ -13,7 +13,12 @@ from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.telemetry.run_metrics import global_norm
 from rosetta_t5.training.optimizers import optimizer_def
-from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
+from rosetta_t5.training.optimizers.optimizer_def import (
+  Optimizer,
+  OptimizerDef,
+  OptimizerState,
+  replace_part,
+)
 
 PyTree = Any
 
@@ -208,11 +213,11 @@ class MultiOptimizer(OptimizerDef):
 
   def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
     """Returns the parameters that the optimizers evaluate."""
-    evaluated = flatten_dict(params)
+    evaluated = params
     for index, optimizer in enumerate(self.sub_optimizers):
       part = self._part_of(index, params, param_states)
-      evaluated.update(flatten_dict(optimizer.params_to_evaluate(*part)))
-    return unflatten_dict(evaluated)
+      evaluated = replace_part(evaluated, optimizer.params_to_evaluate(*part))
+    return evaluated
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
     """Returns the hyperparameters with some replaced, or all of them by `hyper_params=[...]`."""

@@ -1,0 +1,119 @@
+"""The modules `train.{layers, optim, partitioning, prompts, utils}`, `masks` and `extended.train.ia3` of T5X's prompt tuning.
+
+Each name is an argument of gin files that run here as they are (see `config.t5x_surface.STAND_INS`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from etils import epath
+from flax.traverse_util import flatten_dict
+
+from rosetta_t5.checkpoints import saved_items
+from rosetta_t5.files import complete_folder
+from rosetta_t5.training.optimizers.factor_rules import standard_logical_factor_rules
+from t5x import checkpoints
+from t5x.contrib import flaxformer
+from t5x.contrib.prompt_tuning import prompts
+
+
+@dataclasses.dataclass(kw_only=True)
+class Prompt:
+  """The prompt of an encoder, which precedes its inputs."""
+
+  prompt: prompts.Prompt
+
+
+@dataclasses.dataclass(kw_only=True)
+class PromptEncoder(flaxformer.Encoder):
+  """The stack of encoder layers, after a prompt."""
+
+  prompt_factory: Callable[[], Prompt]
+  add_fake_prompt_factory: Callable[[], None] | None = None
+
+  def settings(self) -> dict[str, Any]:
+    """Returns the settings of `T5Config` that the stack and the prompt make."""
+    prompt = self.prompt_factory().prompt
+    vectors = {"prompt_length": prompt.length, "prompt_init": prompt.prompt_init}
+    return {**super().settings(), **vectors}
+
+
+def PromptEncoderDecoder(
+  *,
+  encoder_mask_factory: Callable[[], None] | None = None,
+  add_fake_prompt_factory: Callable[[], None] | None = None,
+  encoder_factory: Callable[[], PromptEncoder],
+  decoder_factory: Callable[[], flaxformer.Decoder],
+  shared_token_embedder_factory: Callable[[], flaxformer.Embed],
+  dtype: Any = "float32",
+) -> nn.Module:
+  """Returns flaxformer's `EncoderDecoder` of these parts. A network with a prompt has its masks."""
+  del encoder_mask_factory, add_fake_prompt_factory
+  parts = (encoder_factory, decoder_factory, shared_token_embedder_factory)
+  return flaxformer.EncoderDecoder(*parts, dtype)
+
+
+@dataclasses.dataclass(kw_only=True)
+class IA3:
+  """Scales the hidden layer of a feed-forward block, as `adapters.IA3` does."""
+
+  axis_name: Sequence[str] = ("embed",)
+  dtype: Any = "float32"
+
+
+@dataclasses.dataclass(kw_only=True)
+class IA3Attention:
+  """Scales the keys or values of attention, as `adapters.IA3` does."""
+
+  axis_names: Sequence[str] = ("heads", "kv")
+  dtype: Any = "float32"
+
+
+def add_fake_prompt(prompt_length: int, multitask: bool = False) -> None:
+  """Has no effect: a network with a prompt has its mask."""
+
+
+def create_prompt_encoder_mask(prompt_length: int) -> None:
+  """Has no effect: a network with a prompt has its mask."""
+
+
+def standard_logical_axis_rules() -> tuple[tuple[str, None], ...]:
+  """Returns the rules of a prompt's axes, which the standard rules have too."""
+  return (("prompt", None), ("prompt_embed", None))
+
+
+def match_any(regexes: Sequence[str]) -> Callable[[str, Any], bool]:
+  """Returns a function of a parameter's name and value: whether a regular expression matches the whole name."""
+  return lambda path, _: any(re.fullmatch(regex, path) for regex in regexes)
+
+
+class Checkpointer(checkpoints.Checkpointer):
+  """Also writes each parameter that `save_paths` match to numpy_checkpoints/checkpoint_STEP/NAME.
+
+  In NAME, dots replace slashes. These files are never deleted.
+  """
+
+  def __init__(self, *arguments: Any, save_paths: Sequence[str], **options: Any):
+    """Creates a `t5x.checkpoints.Checkpointer` with its arguments."""
+    super().__init__(*arguments, **options)
+    self._is_saved = match_any(save_paths)
+
+  def save(self, train_state: Any, *arguments: Any, **options: Any) -> None:  # type: ignore[override]
+    """Writes the files, then the checkpoint."""
+    step = int(np.asarray(saved_items.get_local_data(train_state.step)))
+    folder = epath.Path(self.checkpoints_dir) / "numpy_checkpoints" / f"checkpoint_{step}"
+    if jax.process_index() == 0:
+      with complete_folder(folder) as unfinished:
+        unfinished.mkdir(parents=True)
+        for name, value in flatten_dict(train_state.params, sep="/").items():
+          if self._is_saved(name, None):
+            with (unfinished / name.replace("/", ".")).open("wb") as file:
+              np.save(file, np.asarray(saved_items.get_local_data(value), self._save_dtype))
+    super().save(train_state, *arguments, **options)
