@@ -69,6 +69,8 @@ _TILES = {
   (64, True): (Tile(32, 64), Tile(64, 64)),
   (128, False): (Tile(32, 32), Tile(64, 32)),
   (128, True): (Tile(32, 64), Tile(64, 32)),
+  (256, False): (Tile(32, 16), Tile(32, 32)),
+  (256, True): (Tile(32, 32), Tile(64, 32)),
 }
 
 
@@ -76,7 +78,8 @@ def _tile_of(kernel: str, size: int, device_kind: str | None) -> Tile:
   """Returns the tile of a kernel for a head size on a GPU; see `FlashOptions.gpu`."""
   gpu = gpu_of(device_kind or "")
   reads_shared_memory = gpu is not None and gpu.capability[0] in (9, 10)
-  of_key_gradient, of_others = _TILES[64 if size <= 64 else 128, reads_shared_memory]
+  row = next((limit for limit in (64, 128) if size <= limit), 256)
+  of_key_gradient, of_others = _TILES[row, reads_shared_memory]
   return of_key_gradient if kernel == "key_gradient" else of_others
 
 

@@ -50,6 +50,13 @@ def assembler_messages(code: str) -> str:
   return done.stderr
 
 
+@pytest.mark.parametrize("gpu", MATMULS)
+def test_kernels_for_the_heads_of_gemma_do_not_spill(gpu):
+  kernels = kernel_resources(compile_attention(gpu, 256, "cross"), GPUS[gpu])
+  assert len(kernels) == 3
+  assert not any(kernel.spilled for kernel in kernels), kernels
+
+
 @pytest.mark.parametrize(
   ("size", "place"), [(64, "encoder"), (64, "decoder"), (128, "encoder"), (128, "decoder")]
 )

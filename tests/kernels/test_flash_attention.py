@@ -189,17 +189,17 @@ def test_logits_are_never_stored():
 
 
 @pytest.mark.parametrize(
-  ("kv_heads", "options"),
+  ("kv_heads", "size", "options"),
   [
-    (1, FlashOptions(causal=True)),
-    (2, FlashOptions(window=(24, 9))),
-    (4, FlashOptions(causal=True, window=(70, 70), softcap=2.0)),
-    (2, FlashOptions(softcap=1.5)),
+    (1, 16, FlashOptions(causal=True)),
+    (2, 16, FlashOptions(window=(24, 9))),
+    (4, 16, FlashOptions(causal=True, window=(70, 70), softcap=2.0)),
+    (2, 256, FlashOptions(softcap=1.5)),
   ],
 )
-def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, options):
+def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, size, options):
   rng = np.random.default_rng(3)
-  batch, length, heads, size = 2, 150, 4, 16
+  batch, length, heads = 2, 150, 4
   q, do = (jnp.asarray(rng.normal(size=(batch, length, heads, size))) for _ in range(2))
   k, v = (jnp.asarray(rng.normal(size=(batch, length, kv_heads, size))) for _ in range(2))
   bias = jnp.asarray(rng.normal(size=(1, heads, length, length)))
