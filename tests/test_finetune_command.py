@@ -109,10 +109,8 @@ def test_the_predictions_of_the_last_evaluation_are_of_rows_that_were_not_traine
 
 def test_the_commands_that_it_suggests_run(finished, given, tmp_path):
   _, _, out = finished
-  suggested = re.search(r"rosetta-t5 (infer .*) --input new_rows.jsonl (.*)", out)
-  status, predictions, errors = call(
-    *suggested[1].split(), "--input", given / "rows.csv", *suggested[2].split()
-  )
+  suggested = re.search(r"rosetta-t5 (infer .*) --input new_rows.jsonl", out)[1].split()
+  status, predictions, errors = call(*suggested, "--input", given / "rows.csv")
   assert status == 0, errors
   assert len(predictions.splitlines()) == ROWS
   converted = re.search(r"rosetta-t5 (convert \S+)", out)[1].split()
@@ -137,7 +135,8 @@ def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
 def test_the_same_command_continues_and_other_settings_are_refused(finished):
   arguments, folder, _ = finished
   before = (folder / "finetune.gin").read_text()
-  assert call(*arguments)[0] == 0
+  status, _, errors = call(*arguments)
+  assert status == 0, errors
   status, _, errors = call(*arguments, "--seed", 5, "--learning_rate", 0.01)
   assert status == 2
   assert "RANDOM_SEED: 0 → 5" in errors

@@ -451,7 +451,8 @@ def test_a_template_that_does_not_fit_a_row_is_refused(model_dir, rows_file, cap
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question.size}")
   assert (
-    "Line 1 of the input cannot be used: no column 'question.size' among" in capfd.readouterr().err
+    "Line 1 of the input cannot be used: no column 'question.size' (did you mean 'question'?) among"
+    in capfd.readouterr().err
   )
 
 

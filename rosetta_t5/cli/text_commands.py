@@ -28,7 +28,7 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 infer` for texts."""
   add = parser.add_argument_group("texts").add_argument
   add("--input", help="lines of text, or rows of a json, csv, tsv or parquet file; - for stdin")
-  add("--template", help="makes the model's input of a row's columns: 'question: {question}'")
+  add("--template", help="makes the model's input of a row's columns; default: as the run did")
   add("--targets", help="makes the target of a row's columns; the target is then scored")
   add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
   add(
@@ -65,6 +65,8 @@ def infer(options: argparse.Namespace) -> int:
 
   if options.targets is not None and (options.n_best or options.num_decodes):
     raise ValueError("--targets scores texts: leave out --n_best and --num_decodes")
+  if options.template is None and _format_of(options.input) != "text":
+    options.template = recorded_template(options.model_dir)
   rows = read_rows(options)
   if (first := next(rows, None)) is None:
     raise no_text_error(options.input)
@@ -107,6 +109,20 @@ class Row(NamedTuple):
 
   inputs: str | Mapping[str, Any]
   example: dict[str, Any] | None
+
+
+def recorded_template(model_dir: str) -> str | None:
+  """Returns the column or template from which a run of `data.file_task` made its inputs, or None."""
+  from rosetta_t5.config.language.statements import Macro, read_program
+
+  folder = pathlib.Path(model_dir)
+  files = [path for path in (folder / "config.gin", folder.parent / "config.gin") if path.is_file()]
+  bindings = read_program([os.fspath(file) for file in files[:1]]).effective_bindings()
+  binding = bindings.get(("", "file_task", "inputs"))
+  value = binding and binding.value
+  if isinstance(value, Macro) and (value.name,) in bindings:
+    value = bindings[value.name,].value
+  return value if isinstance(value, str) else None
 
 
 def read_rows(options: argparse.Namespace) -> Iterator[Row]:

@@ -104,16 +104,20 @@ def changes_since(
     now = (program or statements.read_program([], [get_gin_config_str()])).effective_bindings()
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
-  texts = {
-    now[key].name: (text_of(before[key].value), text_of(now[key].value))
+  values = {
+    now[key].name: (_without_modules(before[key].value), _without_modules(now[key].value))
     for key in before
     if key in now
   }
-  return [f"{name}: {old} → {new}" for name, (old, new) in texts.items() if old != new]
+  return [f"{name}: {old!r} → {new!r}" for name, (old, new) in values.items() if old != new]
 
 
 def text_of(value: Any) -> str:
   """Returns a value as gin code. References have no modules, because each file has its own aliases."""
+  return repr(_without_modules(value))
+
+
+def _without_modules(value: Any) -> Any:
 
   def without_module(leaf: Any) -> Any:
     if not isinstance(leaf, statements.Reference):
@@ -121,4 +125,4 @@ def text_of(value: Any) -> str:
     scope = f"{leaf.scope}/" if leaf.scope else ""
     return statements.Reference(scope + leaf.last_name, leaf.evaluate)
 
-  return repr(statements.map_leaves(without_module, value))
+  return statements.map_leaves(without_module, value)

@@ -156,10 +156,8 @@ def choose_steps(
     raise ValueError("the number of rows is not known, so neither is that of steps: give --steps")
   else:
     epochs = options.epochs or _EPOCHS
-    number, reason = (
-      math.ceil(epochs * epoch),
-      f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)",
-    )
+    number = math.ceil(epochs * epoch)
+    reason = f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)"
     if not options.epochs and number < _FEWEST_STEPS:
       reason = f"{_FEWEST_STEPS / epoch:.3g} epochs: {number} steps, 3 epochs, are too few"
       number = _FEWEST_STEPS
@@ -201,5 +199,5 @@ def patience_choices(monitor: Monitor, task: str, patience: int | None) -> list[
     Choice("train_script.train.concurrent_metrics", False, "so that it ends at once"),
     Choice(f"{action}.metric", (task, monitor.name), ""),
     Choice(f"{action}.mode", monitor.mode, ""),
-    Choice(f"{action}.patience", patience, ""),
+    Choice(f"{action}.patience", patience + 1, "values, each compared with the one before it"),
   ]

@@ -110,25 +110,17 @@ def finetune(options: argparse.Namespace) -> int:
 def _check_same_settings(file: pathlib.Path, text: str) -> None:
   """Raises ConfigError if a run in the folder of the recipe has begun with other settings."""
   from rosetta_t5.checkpoints import is_hugging_face, latest_step
+  from rosetta_t5.config import changes_since
   from rosetta_t5.config.language.statements import read_program
-  from rosetta_t5.config.saved_config import text_of
 
   if not file.exists() and (latest_step(file.parent) or is_hugging_face(file.parent)):
     raise ConfigError(f"--out {file.parent} has another model: choose a new folder for the run")
   if not file.exists() or latest_step(file.parent) is None:
     return
-  before = read_program([str(file)]).effective_bindings()
-  now = read_program([], [text]).effective_bindings()
-  lines = [
-    f"  {(now.get(key) or before[key]).name}: "
-    + " → ".join(text_of(each[key].value) if key in each else "not set" for each in (before, now))
-    for key in dict.fromkeys([*before, *now])
-    if key not in now or key not in before or now[key].value != before[key].value
-  ]
-  if lines:
-    changed = "\n".join(lines)
+  if lines := changes_since(file.parent, read_program([], [text])):
+    changed = "\n  ".join(lines)
     raise ConfigError(
-      f"{file.parent} has a run with other settings:\n{changed}\nChoose another --out, or continue that "
+      f"{file.parent} has a run with other settings:\n  {changed}\nChoose another --out, or continue that "
       f"run as it is, or with changes: rosetta-t5 train --gin_file={file} [--gin.NAME=VALUE …]"
     )
 
@@ -144,11 +136,11 @@ def _closing_text(options: argparse.Namespace, monitored: str) -> str:
   best = max(steps, key=lambda step: (sign * values.get(step, -sign * math.inf), step))
   if best != steps[-1]:
     folder = f"{folder}/checkpoint_{best}"
-  name = monitored.rpartition("/")[2]
+  value = (
+    f": {monitored.rpartition('/')[2]} {values[best]:.4g}" if best in values and sign > 0 else ""
+  )
   return (
-    f"\nThe best checkpoint is checkpoint_{best}"
-    + (f": {name} {values[best]:.4g}" if best in values and sign > 0 else "")
-    + f". Commands to try next:\n  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl"
-    + (f" --template {shlex.quote(options.inputs)}" if options.inputs else "")
-    + f"\n  rosetta-t5 convert {folder} a_folder --to hf\n  rosetta-t5 report {options.out}"
+    f"\nThe best checkpoint is checkpoint_{best}{value}. Commands to try next:\n"
+    f"  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl\n"
+    f"  rosetta-t5 convert {folder} a_folder --to hf\n  rosetta-t5 report {options.out}"
   )

@@ -65,8 +65,9 @@ class Files:
     train, held_out = _split(options.data)
     held_out = [os.path.abspath(name) for name in options.eval or held_out]
     self.arguments: dict[str, Any] = {"files": train, "objective": "seq2seq", **columns}
-    if held_out:
-      self.arguments["validation_files"] = held_out
+    self.arguments |= (
+      {"validation_files": held_out} if held_out else {"validation_percent": _EVAL_PERCENT}
+    )
     convert, files = reading.make_converter(columns), reading.find_files([*train, *held_out])
     try:
       rows = [row for file in files for row in _first_rows(file, convert)]
@@ -81,34 +82,33 @@ class Files:
     """Tokenizes the first rows, and counts all; chooses the share of the rows that is evaluated."""
     from rosetta_t5.data import file_task
 
-    def measure(percent: float) -> Measured:
-      more: dict[str, Any] = (
-        {} if self.arguments.get("validation_files") else {"validation_percent": percent}
-      )
-      # The name is made of the arguments: the run registers a task of its own.
-      name = file_task(**self.arguments, **more, vocabulary=vocabulary)
-      return _measure(name)._replace(task=self.name, percent=percent if more else None)
-
-    found = measure(_EVAL_PERCENT)
+    # The name is made of the arguments: the run registers a task of its own.
+    found = _measure(file_task(**self.arguments, vocabulary=vocabulary))._replace(task=self.name)
     total = (found.train or 0) + (found.evaluated or 0)
-    if found.percent and total * _EVAL_PERCENT > 100 * _EVAL_ROWS:
-      found = measure(round(max(0.1, 100 * _EVAL_ROWS / total), 1))
     if not found.train or not found.evaluated:
       raise ConfigError(
         f"{total} rows are too few to evaluate a part of them: give rows for the evaluation, --eval FILE"
       )
-    return found
+    percent = self.arguments.get("validation_percent")
+    if percent and percent * total > 100 * _EVAL_ROWS:
+      percent = round(max(0.1, 100 * _EVAL_ROWS / total), 1)
+      evaluated = round(total * percent / 100)
+      return found._replace(percent=percent, evaluated=evaluated, train=total - evaluated)
+    return found._replace(percent=percent)
 
   def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
     """Returns the bindings of the task."""
-    share = f"{found.evaluated:,} rows that are never trained on; {found.train:,} are"
     values = {**self.arguments, "vocabulary": vocabulary, "name": self.name}
-    held_out = [Choice("validation_percent", found.percent, share)] if found.percent else []
-    given = [Choice(name, value, "") for name, value in values.items()]
-    task = Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()"), "")
+    reasons = {}
+    if found.percent:
+      values["validation_percent"] = found.percent
+      about = "about " * (found.percent != _EVAL_PERCENT)
+      share = f"{about}{found.evaluated:,} rows that are never trained on; {found.train:,} are"
+      reasons["validation_percent"] = share
+    given = [Choice(name, value, reasons.get(name, "")) for name, value in values.items()]
     return [
-      task,
-      *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, *held_out, metrics)),
+      Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()"), ""),
+      *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, metrics)),
     ]
 
 
@@ -186,7 +186,11 @@ def _first_rows(file: str, convert: Any) -> list[Mapping[str, str]]:
 def _measure(name: str) -> Measured:
   import numpy as np
 
-  from rosetta_t5.data import DatasetConfig, find_task_or_mixture
+  from rosetta_t5.data.dataset_config import (
+    DatasetConfig,
+    find_task_or_mixture,
+    subtasks_with_split,
+  )
   from rosetta_t5.data.pipeline.data_description import first_examples
 
   lengths = {"inputs": _LONG, "targets": _LONG}
@@ -194,13 +198,16 @@ def _measure(name: str) -> Measured:
     DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0)
     for split in ("train", "validation")
   )
-  parts = [first_examples(cfg) for cfg in (train, evaluated)]
+  parts = first_examples(train)
   found = {
-    feature: np.concatenate([each.lengths[feature] for each in parts[0] if feature in each.lengths])
+    feature: np.concatenate([each.lengths[feature] for each in parts if feature in each.lengths])
     for feature in lengths
   }
-  numbers = [[each.number or 0 for each in split] for split in parts]
-  metrics = getattr(find_task_or_mixture(train), "metric_fns", ())
-  known = [f.__name__ for f in metrics if f.__name__ in task_metrics.__all__]
-  counts = [sum(each) if all(each) else None for each in numbers]
+  task = find_task_or_mixture(train)
+  counts = [
+    sum(part.num_input_examples(cfg.split) or 0 for part in subtasks_with_split(cfg, task)) or None
+    for cfg in (train, evaluated)
+  ]
+  metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
+  known = [name for name in metrics if name in task_metrics.__all__]
   return Measured(name, found, counts[0], counts[1], known)
