@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import NonNegative, Positive, check_one_of, one_of
 from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
+from rosetta_t5.networks.layers.prompt import from_sample_of_embeddings
 from rosetta_t5.training.optimizers.optimizer_def import axes_by_path
 from rosetta_t5.user_errors import OWN_PACKAGES
 
@@ -179,6 +180,8 @@ class Norms(Adapter):
 class PromptTuning(Adapter):
   """Trains vectors that precede the embedded inputs (Lester et al. 2021, arXiv:2104.08691).
 
+  At first they are rows of the embedding table, drawn from its first 5000 as in the paper.
+
   Attributes:
     length: the number of vectors.
   """
@@ -191,6 +194,14 @@ class PromptTuning(Adapter):
     """Returns a network whose encoder, or else decoder, has a prompt."""
     config = dataclasses.replace(module.config, prompt_length=self.length)
     return super().adapt(module.clone(config=config))
+
+  def added_values(self, params: Flat) -> Flat:
+    """Returns the initial vectors."""
+    side = "encoder" if any(name.startswith("encoder/") for name in params) else "decoder"
+    own = params.get(f"{side}/token_embedder/embedding")
+    table = params["token_embedder/embedding"] if own is None else own
+    init, shape = from_sample_of_embeddings(table, 5000), (self.length, table.shape[1])
+    return {f"{side}/prompt/prompt/prompt": init(jax.random.PRNGKey(self.seed), shape)}
 
 
 def flat(tree: PyTree) -> Flat:

@@ -37,7 +37,6 @@ _PROMPTS = Optimizer(
     "adafactor.Adafactor.multiply_by_parameter_scale": False,
     "adafactor.Adafactor.weight_decay_rate": 1e-5,
     "adafactor.Adafactor.logical_factor_rules": Code("@adafactor.standard_logical_factor_rules()"),
-    "utils.RestoreCheckpointConfig.fallback_to_scratch": True,  # no checkpoint has a prompt
   },
 )
 

@@ -100,21 +100,21 @@ def from_array(prompt: np.ndarray) -> Initializer:
 
 
 def from_sample_of_embeddings(
-  embeddings: np.ndarray, population_size: Positive | None = None
+  embeddings: Any, population_size: Positive | None = None
 ) -> Initializer:
   """Returns an initializer whose values are random rows of an embedding table.
 
   Args:
-    embeddings: the table, [V, D].
+    embeddings: the table, [V, D], of numpy or jax.
     population_size: how many rows at the beginning of the table are drawn from; None for all. Rows are
       drawn several times only if there are fewer than the prompt has.
   """
-  rows_ND = np.asarray(embeddings[:population_size], np.float32)
+  rows_ND = embeddings[:population_size]
 
   def init(key: jax.Array, shape: Sequence[int], *_: Any) -> jax.Array:
     length, count = shape[0], rows_ND.shape[0]
     index = jax.random.choice(key, count, (length,), replace=length > count)
-    return jnp.asarray(rows_ND)[index]
+    return jnp.asarray(rows_ND, jnp.float32)[index]
 
   return init
 
