@@ -212,7 +212,8 @@ def test_few_blocks_cannot_run_here() -> None:
   assert reasons == {
     "installs packages": 4,
     "needs GPUs": 6,
-    "needs a model of a hub": 1,
+    "needs a model of a hub": 3,
+    "needs the gin files of another project": 1,
     "needs Slurm": 3,
     "needs XLA's GPU compiler": 2,
   }
