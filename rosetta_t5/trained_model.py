@@ -65,7 +65,7 @@ def read_run(
 
   Args:
     model_dir: a run's MODEL_DIR, whose last checkpoint is used, one of its checkpoints, a Hugging Face
-      folder, or the name of a model on its hub, such as google/flan-t5-small.
+      folder, a PEFT folder, or the name of a model on its hub, such as google/flan-t5-small.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
     trust: whether config.gin may use all code that it names; otherwise only the listed code.
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
@@ -79,7 +79,9 @@ def read_run(
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
   path, config_file, restore_cfg = _find_recipe(model_dir)
   if config_file == path:  # a Hugging Face folder
-    return _read_gin(path, [f"--gin_file={RUN_PART}", *flags], trust, used), restore_cfg
+    recipe = _read_gin(path, [f"--gin_file={RUN_PART}", *flags], trust, used)
+    checkpoints.add_prompt(recipe["model"], *restore_cfg.paths())
+    return recipe, restore_cfg
   if not (model_file := config_file.with_name(NAME)).is_file():
     return _read_gin(config_file, flags, trust, used), restore_cfg
   run = read_model_file(model_file)
@@ -131,11 +133,17 @@ def read_model_recipe(
 def _find_recipe(
   model_dir: str | os.PathLike[str],
 ) -> tuple[pathlib.Path, pathlib.Path, checkpoints.RestoreCheckpointConfig]:
-  """Returns a model's folder, its config.gin (a Hugging Face folder itself), and its checkpoint."""
+  """Returns a model's folder, its config.gin (a Hugging Face folder itself), and its checkpoint.
+
+  Those of a PEFT folder are its base's, but it is the checkpoint itself.
+  """
   path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
   if not path.is_dir():
     siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
     raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
+  if checkpoints.is_peft(path):
+    base, file, restore_cfg = _find_recipe(checkpoints.find_base(path))
+    return base, file, dataclasses.replace(restore_cfg, path=os.fspath(path))
   # The folder is a MODEL_DIR, or a checkpoint in one.
   files = (path / "config.gin", path.parent / "config.gin")
   config_file = next(filter(pathlib.Path.is_file, files), None)

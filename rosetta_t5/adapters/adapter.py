@@ -59,8 +59,11 @@ class Adapter:
 
   def is_trained(self, name: str) -> bool:
     """Returns whether the parameter with this name is trained."""
-    is_added = name.rpartition("/")[2] in self.suffixes
-    return is_added or any(re.fullmatch(pattern, name) for pattern in self.patterns)
+    return self.adds(name) or any(re.fullmatch(pattern, name) for pattern in self.patterns)
+
+  def adds(self, name: str) -> bool:
+    """Returns whether the parameter with this name is one that the adapter adds to the network."""
+    return name.rpartition("/")[2] in self.suffixes
 
   def adapt(self, module: nn.Module) -> nn.Module:
     """Returns a network that is initialized with the added parameters, and computes with them.
@@ -189,6 +192,10 @@ class PromptTuning(Adapter):
   length: Positive = 100
 
   patterns: ClassVar = (r".*/prompt/.*",)
+
+  def adds(self, name: str) -> bool:
+    """Returns whether the parameter is the prompt."""
+    return self.is_trained(name)
 
   def adapt(self, module: nn.Module) -> nn.Module:
     """Returns a network whose encoder, or else decoder, has a prompt."""

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.adapters.adapter import Adapter, Flat, is_kernel
+from rosetta_t5.adapters.adapter import Adapter, Flat, PyTree, flat, is_kernel, nested
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 
@@ -149,6 +149,11 @@ class LoRA(KernelAdapter):
     default = 2 * self.rank if self.alpha is None else self.alpha
     return float(_find(self.alpha_pattern, module, default))
 
+  def factor_of(self, module: str) -> float:
+    """Returns s of a projection."""
+    rank, alpha = self.rank_of(module), self.alpha_of(module)
+    return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
   def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
     """Returns the logical axes of A, B and the magnitudes: those of the kernel that they share."""
     added = super().added_axes(params, axes)
@@ -177,9 +182,7 @@ class LoRA(KernelAdapter):
 
   def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
     """Returns the changed kernel of a projection."""
-    rank, alpha = self.rank_of(module), self.alpha_of(module)
-    factor = alpha / math.sqrt(rank) if self.rslora else alpha / rank
-    return AdaptedKernel(kernel, **added, factor=factor, dropout=self.dropout)
+    return AdaptedKernel(kernel, **added, factor=self.factor_of(module), dropout=self.dropout)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,12 +199,26 @@ class IA3(KernelAdapter):
 
   suffixes: ClassVar = ("ia3_scaling",)
 
+  def scales_inputs(self, module: str) -> bool:
+    """Returns whether the inputs of a projection are scaled, instead of its outputs."""
+    return matches(self.input_targets, module)
+
+  def attached(self, params: PyTree, as_arrays: bool = False) -> PyTree:
+    """Returns parameters as `Adapter.attached` does. Biases are outputs too, so they are scaled."""
+    given, changed = flat(params), flat(super().attached(params, as_arrays))
+    for name, vector in given.items():
+      module, _, end = name.rpartition("/")
+      bias = changed.get(f"{module}/bias")
+      if end in self.suffixes and bias is not None and not self.scales_inputs(module):
+        changed[f"{module}/bias"] = bias * vector
+    return nested(changed, like=params)
+
   def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
     """Returns the logical axes of the vectors: that of the dimension that they scale."""
     added = super().added_axes(params, axes)
     for module, _ in self._targeted(params):
       inputs, *layers, outputs = axes[f"{module}/kernel"]
-      scaled = inputs if matches(self.input_targets, module) else outputs
+      scaled = inputs if self.scales_inputs(module) else outputs
       added[f"{module}/ia3_scaling"] = (scaled, *layers)
     return added
 
@@ -210,12 +227,12 @@ class IA3(KernelAdapter):
     added = {}
     for module, kernel in self._targeted(params):
       inputs, *layers, outputs = kernel.shape
-      size = inputs if matches(self.input_targets, module) else outputs
+      size = inputs if self.scales_inputs(module) else outputs
       added[f"{module}/ia3_scaling"] = jnp.ones((size, *layers), jnp.float32)
     return added
 
   def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
     """Returns the changed kernel of a projection."""
-    side = "input_scale" if matches(self.input_targets, module) else "output_scale"
+    side = "input_scale" if self.scales_inputs(module) else "output_scale"
     vectors = {"kernel_scale": added["kernel_scale"], side: added["ia3_scaling"]}
     return AdaptedKernel(kernel, **vectors)

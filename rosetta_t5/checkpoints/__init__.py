@@ -1,6 +1,6 @@
 """Checkpoints: written in T5X's Orbax layout in the background, and read from any layout."""
 
-from rosetta_t5.checkpoints.adapter_checkpoints import adapter_facts
+from rosetta_t5.checkpoints.adapter_checkpoints import adapter_facts, add_prompt
 from rosetta_t5.checkpoints.checkpoint_folders import (
   UnreadableCheckpointError,
   all_steps,
@@ -19,6 +19,7 @@ from rosetta_t5.checkpoints.config import (
   get_first_valid_restore_config_and_paths,
 )
 from rosetta_t5.checkpoints.formats.hugging_face.folder import is_hugging_face, local_folder
+from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import find_base, is_peft
 from rosetta_t5.checkpoints.manager import STARTED_FROM, OrbaxCheckpointManagerInterface
 from rosetta_t5.checkpoints.restore import CheckpointMismatchError, find_matching_arrays
 from rosetta_t5.checkpoints.run_start import (

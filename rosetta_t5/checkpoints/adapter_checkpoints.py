@@ -15,11 +15,12 @@ from rosetta_t5 import adapters
 from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree
-from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, read_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, read_arrays
 
 Arrays = Mapping[str, StoredArray]
 
 _TARGET = "target/"
+_OWN = ("kernel", "bias")
 
 
 def adapter_facts(
@@ -100,7 +101,9 @@ def merge(arrays: Arrays, fact: Mapping[str, Any]) -> dict[str, StoredArray]:
     ends = [end for end in ("kernel_scale", *adapter.suffixes) if f"{module}/{end}" in arrays]
     added = {end: merged.pop(f"{module}/{end}") for end in ends}
     if added and name.startswith(_TARGET):
-      merged[name] = _merged_kernel(adapter, name, arrays[name], added)
+      own = {end: arrays[f"{module}/{end}"] for end in _OWN if f"{module}/{end}" in arrays}
+      for end in own:
+        merged[f"{module}/{end}"] = _merged_array(adapter, module, end, {**own, **added})
   return {
     name: array for name, array in merged.items() if not name.startswith("state/param_states")
   }
@@ -116,16 +119,22 @@ def merge_if_unknown(
   return merge(arrays, fact)
 
 
-def _merged_kernel(
-  adapter: adapters.Adapter, name: str, kernel: StoredArray, added: Arrays
-) -> StoredArray:
-  def read(index: Any) -> np.ndarray:
-    parts = {_name(name): kernel.get()}
-    parts |= {f"{_name(name).removesuffix('kernel')}{end}": x.get() for end, x in added.items()}
-    merged = adapter.merged(state_dicts.unflatten_state_dict(parts))
-    return np.asarray(state_dicts.flatten_state_dict(merged)[_name(name)])[index]
+def add_prompt(model: Any, path: epath.PathLike) -> None:
+  """Lets a model's network have the prompt of a PEFT folder, if `path` is a folder of prompt tuning."""
+  fact = adapter_fact(path)
+  if fact.get("method") == adapters.PromptTuning.__name__:
+    model.module = adapters.from_settings(fact).adapt(model.module)
 
-  return StoredArray(kernel.shape, np.float32, read, sliceable=False)
+
+def _merged_array(adapter: adapters.Adapter, module: str, end: str, parts: Arrays) -> StoredArray:
+  """Returns a projection's kernel or bias, from all that it has by the ends of their names."""
+
+  def read(index: Any) -> np.ndarray:
+    flat = {f"{_name(module)}/{key}": x.get() for key, x in parts.items()}
+    merged = adapter.merged(state_dicts.unflatten_state_dict(flat))
+    return np.asarray(state_dicts.flatten_state_dict(merged)[f"{_name(module)}/{end}"])[index]
+
+  return StoredArray(parts[end].shape, np.float32, read, sliceable=False)
 
 
 def quantize(arrays: Arrays, expected: Mapping[str, Any]) -> dict[str, StoredArray]:

@@ -16,6 +16,7 @@ from rosetta_t5.argument_types import near_hint
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.t5x_layouts import STATE_ITEM, state_path
 from rosetta_t5.files import (
   CHECKSUMS_NAME,
@@ -53,17 +54,19 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointTypes(enum.Enum):
-  """The layouts of checkpoints on disk (T5X's names, and one more)."""
+  """The layouts of checkpoints on disk (T5X's names, and two more)."""
 
   ORBAX = "ORBAX"
   T5X = "T5X"
   T5X_TF = "T5X_TF"
   HUGGING_FACE = "HUGGING_FACE"
+  PEFT = "PEFT"
 
 
 _READERS: dict[CheckpointTypes, Callable[[Any], Mapping[str, Any]]] = {
   CheckpointTypes.T5X_TF: mesh_tf.read_arrays,
   CheckpointTypes.HUGGING_FACE: hugging_face_folder.read_arrays,
+  CheckpointTypes.PEFT: lambda path: peft_folder.read_with_base(path)[1],
 }
 
 
@@ -200,6 +203,8 @@ def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
     return CheckpointTypes.ORBAX
   if hugging_face_folder.is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
+  if peft_folder.is_peft(path):
+    return CheckpointTypes.PEFT
   for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
     if index.is_file() and (found := _detect_by_index(index)):
       return found
@@ -279,6 +284,8 @@ def adapter_fact(path: epath.PathLike) -> dict[str, Any]:
   Raises:
     UnreadableCheckpointError: the file that states it is damaged.
   """
+  if peft_folder.is_peft(path):
+    return peft_folder.read_with_base(path)[0].settings()
   if step_of(path) is None:
     return {}
   try:

@@ -18,6 +18,7 @@ from rosetta_t5.checkpoints import config
 from rosetta_t5.checkpoints import train_state_initializer as initializers
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.manager import OrbaxCheckpointManagerInterface
 from rosetta_t5.distributed.coordination import allgather_text, broadcast_text
 from rosetta_t5.files import lock_until_closed
@@ -158,7 +159,8 @@ def read_source_config(path: epath.PathLike) -> dict[str, Any]:
   It is a file of a Hugging Face folder and of a checkpoint that was converted from one. Runs that started
   from either store it as a run fact.
   """
-  file = epath.Path(path) / hugging_face_folder.CONFIG
+  folder = peft_folder.find_base(path) if peft_folder.is_peft(path) else path
+  file = epath.Path(folder) / hugging_face_folder.CONFIG
   if file.exists():
     return hugging_face_folder.read_config(file)
   with contextlib.suppress(ValueError):  # Damaged facts are reported by the restore.

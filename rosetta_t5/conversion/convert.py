@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,20 +12,21 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
 from rosetta_t5.checkpoints.checkpoint_folders import STEP, read_arrays, stored_step, verify_files
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
+from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
 from rosetta_t5.config.model_file import copied_vocabulary
-from rosetta_t5.conversion import verification
+from rosetta_t5.conversion import peft_conversion, verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.files import complete_folder, files_in, write_checksums
 
-LAYOUTS = ("t5x", "t5x-legacy", "hf", "rosetta")
+LAYOUTS = ("t5x", "t5x-legacy", "hf", "peft", "rosetta")
 
 _CARD = "README.md"
 
@@ -80,7 +80,8 @@ def convert(
     source: a checkpoint of any layout; for a folder of checkpoints, the latest is converted.
     destination: the folder to write. T5X's layouts are written to a folder `checkpoint_STEP` in it,
       unless it has such a name itself.
-    to: one of LAYOUTS. 't5x' and 'rosetta' are the same layout, Orbax's.
+    to: one of LAYOUTS. 't5x' and 'rosetta' are the same layout, Orbax's. 'peft' writes the adapter of a run
+      alone, and the others merge it.
     dtype: dtype of the floating-point parameters; None for the source's.
     tree: 'plain' or 'scalable' (layers stacked), with the parameters and the step only; None for the
       source's tree, with the optimizer's state. Not used for 'hf', which has a tree of its own.
@@ -97,15 +98,24 @@ def convert(
   """
   path = checkpoint_folders.resolve_checkpoint(source)
   verify_files(path)
-  stored: Any = with_averages(read_arrays(path)) if to == "hf" else read_arrays(path)
-  if fact := checkpoint_folders.adapter_fact(path):
-    stored = adapter_checkpoints.merge(stored, fact)
-  arrays = _select_arrays(stored, to, dtype, tree, encoder_only)
+  stored: Any = read_arrays(path)
+  stored = with_averages(stored) if to in ("hf", "peft") else stored
+  fact = checkpoint_folders.adapter_fact(path)
+  if to == "peft":
+    if dtype or tree or encoder_only:
+      raise ValueError(
+        "--to peft writes the adapter as it is: leave out --dtype, --tree and --encoder-only"
+      )
+    return peft_conversion.write(path, stored, fact, destination, config, model_type, report)
+  merged = peft_conversion.merge(path, stored, fact, config, report) if fact else stored
+  arrays = _select_arrays(merged, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None:
-    is_folder = hugging_face_folder.is_hugging_face(path)
-    tokenizer = path if is_folder else copied_vocabulary(pathlib.Path(path.parent))
-  final = _find_destination(destination, to, arrays)
+    folder = peft_folder.find_base(path) if peft_folder.is_peft(path) else path
+    is_folder = hugging_face_folder.is_hugging_face(folder)
+    tokenizer = folder if is_folder else copied_vocabulary(pathlib.Path(path.parent))
+  step = None if to == "hf" else stored_step(arrays) or 0
+  final = peft_conversion.find_destination(destination, step)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
@@ -152,17 +162,6 @@ def _select_arrays(
   plain = to_plain_tree(arrays)
   step = {STEP: arrays[STEP]} if STEP in arrays else {}
   return {**step, **(to_scalable_tree(plain) if tree == "scalable" else plain)}
-
-
-def _find_destination(destination: epath.PathLike, to: str, arrays: Arrays) -> epath.Path:
-  """Returns the folder to write, which does not exist or is empty."""
-  # Links are resolved, because the finished folder is renamed to this path and cannot replace a link.
-  final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
-  if to != "hf" and checkpoint_folders.step_of(final) is None:
-    final = checkpoint_folders.checkpoint_path(final, stored_step(arrays) or 0)
-  if final.exists() and (not final.is_dir() or any(final.iterdir())):
-    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
-  return final
 
 
 def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) -> str:

@@ -18,6 +18,7 @@ import psutil
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
+from rosetta_t5.adapters import Adapter
 from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
@@ -87,6 +88,32 @@ def verify(
   return f"logits of {ours.shape[1]} tokens, by {by}: {_compare_logits(ours, others, rounding)}"
 
 
+# A model's arrays, and the adapter whose parameters are among them.
+Adapted = tuple[Arrays, Adapter | None]
+
+
+def compare_networks(before: Adapted, after: Adapted, settings: ModelSettings) -> str:
+  """Checks that a model computes the same logits with an adapter in another form, such as merged.
+
+  Args:
+    before: the model with the adapter.
+    after: the model in which it was merged, or written and read again.
+    settings: those of the model.
+
+  Returns:
+    The largest difference, or why it was not computed, as text.
+
+  Raises:
+    ConversionError: the logits differ.
+  """
+  size = 4 * sum(array.size for array in before[0].values())
+  if settings.network is None or size > _MEMORY_SHARE * psutil.virtual_memory().available:
+    return "not compared, because the network's settings or enough memory are missing"
+  tokens = _make_tokens(settings)
+  first, second = (network_outputs(x, settings, tokens, adapter) for x, adapter in (before, after))
+  return _compare_logits(first, second, 0.0)
+
+
 def _compare_logits(ours: np.ndarray, others: np.ndarray, rounding: float) -> str:
   """Returns the largest difference as text; `rounding` is how much rounding errors change logits."""
   difference = _largest_difference(ours, others)
@@ -108,13 +135,16 @@ def _largest_difference(expected: np.ndarray, actual: np.ndarray) -> float:
   return float(np.max(np.abs(expected - actual[..., : expected.shape[-1]])))
 
 
-def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> np.ndarray:
+def network_outputs(
+  arrays: Arrays, settings: ModelSettings, tokens: Tokens, adapter: Adapter | None = None
+) -> np.ndarray:
   """Returns the logits [1, T, V] of a model, or the outputs [1, S, D] of an encoder without a decoder.
 
   Args:
     arrays: the model's arrays.
     settings: those of the model.
     tokens: ids by this project's vocabulary, without padding except as the start of the decoder.
+    adapter: the adapter whose parameters are among the arrays; None without one.
   """
   plain = to_plain_tree(arrays)
   changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
@@ -124,6 +154,7 @@ def network_outputs(arrays: Arrays, settings: ModelSettings, tokens: Tokens) -> 
     changes["bias_per_layer"] = True
   config: Any = dataclasses.replace(settings.network, **changes)
   module: Any = DecoderWrapper(config) if settings.is_gpt else Transformer(config)
+  module = module if adapter is None else adapter.adapt(module)
   params = unflatten_dict(
     {
       tuple(name.removeprefix("target/").split("/")): jnp.asarray(array.get(), jnp.float32)

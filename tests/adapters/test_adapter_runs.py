@@ -185,3 +185,35 @@ def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_pat
     assert cli.main(["embed", "--model_dir", str(model), *files]) == 0
     vectors.append(np.load(output))
   np.testing.assert_allclose(*vectors, atol=1e-5)
+
+
+def test_an_adapter_is_written_for_peft_and_opened_again(found, adapted, tmp_path):
+  lines = []
+  folder = convert(adapted[1], tmp_path / "peft", "peft", report=lines.append)
+  assert {file.name for file in folder.iterdir()} >= {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+  }
+  settings = json.loads((folder / "adapter_config.json").read_text())
+  assert settings["base_model_name_or_path"] == str(found[1])
+  assert (settings["r"], settings["lora_alpha"]) == (4, 8)
+  assert settings["target_modules"] == ["q_proj", "v_proj"]
+  ours, theirs = (trained_model.open_model_dir(path) for path in (adapted[1], folder))
+  batch = {
+    name: np.arange(3, 11)[None] for name in ("encoder_input_tokens", "decoder_input_tokens")
+  }
+  batch["decoder_target_tokens"] = batch["decoder_input_tokens"]
+  losses = [x.model.loss_fn(x.state.params, batch, None)[0] for x in (ours, theirs)]
+  np.testing.assert_allclose(*losses, rtol=1e-5)
+  assert any("logits of the adapter here and of the folder" in line for line in lines)
+
+
+def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
+  folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
+  start = f"INITIAL_CHECKPOINT_PATH={str(folder)!r}"
+  still = "optimizers.adamw.learning_rate=0.0"
+  train(found, tmp_path / "run", *LORA, *ADAMW, start, still, imports=[IMPORT])
+  before, after = (read_arrays(path / "checkpoint_2") for path in (adapted[1], tmp_path / "run"))
+  for name, array in before.items():
+    if name.startswith("target/"):
+      np.testing.assert_allclose(after[name].get(), array.get(), rtol=1e-6)

@@ -52,7 +52,7 @@ _NOT_KEPT = (
 )
 # Entries beside the text part of a multimodal config.json that belong to the text too.
 _TEXT_ENTRIES = re.compile(r"\w+_token_id|(torch_)?dtype|tie_word_embeddings|quantization_config")
-_TEXT_WEIGHTS = re.compile(r"^(language_model\.model|model\.language_model)\.")
+TEXT_WEIGHTS = re.compile(r"^(language_model\.model|model\.language_model)\.")
 _VISION_WEIGHTS = re.compile(r"(model\.)?(encoder\.)?(vision_tower|multi_modal_projector)\..*")
 
 
@@ -259,7 +259,7 @@ def _text_weights(root: epath.Path) -> dict[str, StoredArray]:
   """Returns the weights of a folder; of a multimodal model, those of its text part."""
   weights = read_weights(root)
   text = {
-    _TEXT_WEIGHTS.sub("model.", name).removeprefix("language_model."): x
+    TEXT_WEIGHTS.sub("model.", name).removeprefix("language_model."): x
     for name, x in weights.items()
     if not _VISION_WEIGHTS.fullmatch(name)
   }
@@ -293,12 +293,17 @@ def read_weights(folder: epath.Path) -> dict[str, StoredArray]:
       raise ValueError(f"{file}: weight_map must name files of the same folder, got {shard!r}")
     if not (folder / shard).exists():
       raise ValueError(f"{folder / shard} is missing, although the folder's index lists it")
-    read = _read_safetensors if shard.endswith(".safetensors") else _read_torch
+    read = read_safetensors if shard.endswith(".safetensors") else _read_torch
     weights |= read(folder / shard)
   return weights
 
 
-def _read_safetensors(path: epath.Path) -> dict[str, StoredArray]:
+def read_safetensors(path: epath.Path) -> dict[str, StoredArray]:
+  """Returns {name: array} of a safetensors file; the values are read later.
+
+  Raises:
+    ValueError: the file is damaged.
+  """
   arrays = {}
   try:
     with safe_open(path, "numpy") as file:

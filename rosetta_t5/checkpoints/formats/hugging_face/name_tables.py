@@ -67,7 +67,7 @@ def from_transformers(weights: Arrays, table: Table, family: str) -> dict[str, S
   Raises:
     ValueError: a weight is not in the table, or a required one is missing.
   """
-  found = _find_rows(
+  found = find_rows(
     weights, {row.theirs: row for row in table}, f"weights that {family} does not have"
   )
   required: set[str] = set()
@@ -105,7 +105,7 @@ def to_transformers(arrays: Arrays, table: Table, family: str) -> dict[str, Stor
     ValueError: a parameter is not in the table.
   """
   rows = {name: row for row in table for name in row.ours}
-  found = _find_rows(arrays, rows, f"parameters that Transformers' {family} cannot hold")
+  found = find_rows(arrays, rows, f"parameters that Transformers' {family} cannot hold")
   weights: dict[str, StoredArray] = {}
   for name, (row, numbers) in found.items():
     if name != row.ours[0].format(**numbers):
@@ -123,7 +123,7 @@ def to_transformers(arrays: Arrays, table: Table, family: str) -> dict[str, Stor
   return weights
 
 
-def _find_rows(
+def find_rows(
   names: Iterable[str], rows: Mapping[str, WeightMapping], unknown: str
 ) -> dict[str, tuple[WeightMapping, dict[str, str]]]:
   """Returns {name: (its row, the numbers in it)} for {template: row}.

@@ -12,6 +12,7 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
   DEFAULTS          entries of config.json for a model that does not come from one
   SIZES             {model_type: {entry of config.json: field of the network's config}} of the sizes
   IGNORED           a compiled pattern of Transformers' names that are no weights, or that it ignores
+  weight_table      (config.json) → the `WeightMapping`s of all weights, by the names of Transformers' modules
   has               (weights) → whether they are of this family; the first such module is used
   sizes             (weights) → the fields of the network's config that the shapes show
   network_settings  (config.json, weights) → all of its fields

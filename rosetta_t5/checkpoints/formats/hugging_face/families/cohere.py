@@ -75,6 +75,12 @@ def has(arrays: Arrays) -> bool:
   return first.format("self_attention") in arrays and first.format("mlp") not in arrays
 
 
+def weight_table(config: Config) -> list[WeightMapping]:
+  """Returns the table of weights, which all of these models have."""
+  del config
+  return _TABLE
+
+
 def sizes(arrays: Arrays) -> dict[str, int]:
   """Returns the fields of TransformerConfig that the shapes of arrays in the plain tree show."""
   rows, width = arrays[EMBEDDING].shape

@@ -56,8 +56,9 @@ def has(arrays: Arrays) -> bool:
   )
 
 
-def _weight_table(model_type: str) -> list[WeightMapping]:
-  norms = _GEMMA_NORMS if model_type.startswith("gemma") else _LLAMA_NORMS
+def weight_table(config: Config) -> list[WeightMapping]:
+  """Returns the table of every weight that a model may have."""
+  norms = _GEMMA_NORMS if config["model_type"].startswith("gemma") else _LLAMA_NORMS
   return [
     WeightMapping(_TABLE, (EMBEDDING,)),
     WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
@@ -100,7 +101,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
       )
     if not config.get(name_tables.PADDING_IS_TOKEN_0):
       weights[name] = _shift_rows(weight, name_tables.start_token(config))
-  arrays = name_tables.from_transformers(weights, _weight_table(model_type), model_type)
+  arrays = name_tables.from_transformers(weights, weight_table(config), model_type)
   return name_tables.without_tied_head(arrays, EMBEDDING, HEAD, config)
 
 
@@ -155,7 +156,7 @@ def make_config(
 def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree."""
   model_type = config["model_type"]
-  theirs = name_tables.to_transformers(arrays, _weight_table(model_type), model_type)
+  theirs = name_tables.to_transformers(arrays, weight_table(config), model_type)
   first = 0 if config.get(name_tables.PADDING_IS_TOKEN_0) or config.get("pad_token_id") == 0 else 1
   for name in {_TABLE, _HEAD} & theirs.keys():
     theirs[name] = lazy_arrays.slice_axis(theirs[name], 0, first, first + config["vocab_size"])

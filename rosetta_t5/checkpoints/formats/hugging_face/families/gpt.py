@@ -76,6 +76,12 @@ def has(arrays: Arrays) -> bool:
   return not any(name.startswith("target/encoder/") for name in arrays)
 
 
+def weight_table(config: Config) -> list[WeightMapping]:
+  """Returns all weights, by the names in a model with an output layer."""
+  table = _weight_table(config["model_type"])
+  return [row._replace(theirs=f"transformer.{row.theirs}") for row in table]
+
+
 def _weight_table(model_type: str) -> list[WeightMapping]:
   """Returns all weights of a type of model; names lack the prefix `transformer.`."""
   is_neo = model_type == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias

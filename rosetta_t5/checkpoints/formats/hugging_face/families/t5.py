@@ -67,7 +67,7 @@ def has(arrays: Arrays) -> bool:
   return bool(names) and not any("/post_attention_layer_norm/" in name for name in names)
 
 
-def _weight_table(config: Config) -> list[WeightMapping]:
+def weight_table(config: Config) -> list[WeightMapping]:
   """Returns the table of every weight that a model may have.
 
   A relative bias that all layers share is stored in layer 0.
@@ -118,7 +118,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   Raises:
     ValueError: weights are missing, or belong to another architecture.
   """
-  table = _weight_table(config)
+  table = weight_table(config)
   arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
   arrays = rename_shared_biases(arrays)
   return _with_head(arrays, config) if _count_layers(arrays)["decoder"] else arrays
@@ -367,7 +367,7 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
     n if "/layers_" in n else n.replace("/relpos_bias/", "/layers_0/relpos_bias/"): x
     for n, x in arrays.items()
   }
-  theirs = name_tables.to_transformers(own, _weight_table(config), MODEL_TYPES[model_type])
+  theirs = name_tables.to_transformers(own, weight_table(config), MODEL_TYPES[model_type])
   sqrt_d_model = math.sqrt(arrays[EMBEDDING].shape[1])
   if config.get("scale_decoder_outputs") and _HEAD in theirs:
     theirs[_HEAD] = scale(theirs[_HEAD], sqrt_d_model)

@@ -37,6 +37,11 @@ def _sides(arrays: Arrays) -> list[str]:
   return [side for side, table in _TABLES.items() if table in arrays]
 
 
+def weight_table(config: Config) -> list[WeightMapping]:
+  """Returns the table of weights of an encoder-decoder, or of an encoder alone."""
+  return _weight_table(list(_TABLES) if config.get("is_encoder_decoder", True) else ["encoder"])
+
+
 def _weight_table(sides: list[str]) -> list[WeightMapping]:
   """Returns the table of weights. Transformers' names begin with `model.` unless the model is only an encoder."""
   table = []

@@ -35,6 +35,13 @@ def has(arrays: Arrays) -> bool:
   return EMBEDDING in arrays and "target/encoder/layers_0/post_attention_layer_norm/scale" in arrays
 
 
+def weight_table(config: Config) -> list[WeightMapping]:
+  """Returns the table of weights, by the names of the modules, which files shorten."""
+  del config
+  renamed = (row.theirs.replace(_ENCODER, f"{_ENCODER}text_model.") for row in _weight_table())
+  return [row._replace(theirs=name) for row, name in zip(_weight_table(), renamed, strict=True)]
+
+
 def _weight_table() -> list[WeightMapping]:
   table = [
     WeightMapping(f"{_ENCODER}embed_tokens.weight", (EMBEDDING,)),

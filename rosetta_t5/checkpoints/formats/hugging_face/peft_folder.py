@@ -1,0 +1,355 @@
+"""Reads PEFT's folders: adapter_config.json, and adapter_model.safetensors with an adapter's tensors."""
+
+import collections
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from etils import epath
+
+from rosetta_t5 import adapters
+from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.formats.hugging_face import folder, name_tables
+from rosetta_t5.checkpoints.formats.hugging_face.families import find_family
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
+from rosetta_t5.files import read_json_object
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TYPES = {"LORA": adapters.LoRA, "IA3": adapters.IA3, "PROMPT_TUNING": adapters.PromptTuning}
+# Entries that change what is computed, and that are not supported unless they have these values.
+_UNSUPPORTED: dict[str, Any] = {
+  "bias": "none",
+  "lora_bias": False,
+  "use_qalora": False,
+  "modules_to_save": None,
+  "trainable_token_indices": None,
+  "target_parameters": None,
+  "layer_replication": None,
+  "alora_invocation_tokens": None,
+  "use_bdlora": None,
+  "monteclora_config": None,
+  "kasa_config": None,
+  "arrow_config": None,
+}
+# Their first step changes the weights of the base, so that the tensors do not fit the base itself.
+_CHANGE_BASE = re.compile(r"(pissa|olora|corda|lora_ga|loftq).*")
+PREFIX = "base_model.model."
+_TENSOR = re.compile(
+  rf"{re.escape(PREFIX)}(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector|ia3_l)(?:\.weight)?"
+)
+PROMPT = "prompt_embeddings"
+LORA_A, LORA_B, MAGNITUDE, IA3_VECTOR = (
+  "lora_A.weight",
+  "lora_B.weight",
+  "lora_magnitude_vector",
+  "ia3_l",
+)
+
+
+class Module(NamedTuple):
+  """A module of Transformers with a matrix that adapters can change.
+
+  Attributes:
+    kernels: our names of the kernels that the matrix joins, without /kernel.
+    inputs: the number of its inputs.
+    outputs: the number of each kernel's outputs.
+    is_transposed: whether the matrix is [outputs, inputs], as in PyTorch's Linear.
+  """
+
+  kernels: tuple[str, ...]
+  inputs: int
+  outputs: int
+  is_transposed: bool
+
+
+def is_peft(path: epath.PathLike) -> bool:
+  """Returns whether there is a PEFT folder at `path`."""
+  return (epath.Path(path) / CONFIG).exists()
+
+
+def find_base(path: epath.PathLike) -> str:
+  """Returns the Hugging Face folder of the model that a PEFT folder changes.
+
+  Raises:
+    ValueError: it is not on this machine and cannot be downloaded.
+  """
+  name = str(read_json_object(epath.Path(path) / CONFIG).get("base_model_name_or_path") or "")
+  found = folder.local_folder(name) if name else name
+  if not name or not folder.is_hugging_face(found):
+    raise ValueError(
+      f"{path} is an adapter of the model {name!r} (base_model_name_or_path in {CONFIG}), which is no folder "
+      "with config.json on this machine: put the model's folder at this path, or write its path there"
+    )
+  return found
+
+
+def read_with_base(path: epath.PathLike) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  """Returns the adapter of a PEFT folder, and the arrays of its base and the adapter by our names."""
+  base = epath.Path(find_base(path))
+  arrays = folder.read_arrays(base)
+  adapter, added = read(path, arrays, folder.read_config(base / folder.CONFIG))
+  return adapter, {**arrays, **added}
+
+
+def read(
+  path: epath.PathLike, arrays: Arrays, config: Config
+) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  """Returns the adapter of a PEFT folder, and {our name: array} of what it adds.
+
+  Args:
+    path: the folder.
+    arrays: the base's arrays in the plain tree, by our names.
+    config: the base's config.json; {} if it did not come from Transformers.
+
+  Raises:
+    ValueError: files are missing or damaged, the adapter is of a kind that is not supported, or it was made
+      for another base.
+  """
+  root = epath.Path(path)
+  settings = _read_settings(root)
+  tensors = {n: x.get().astype(np.float32) for n, x in _open_tensors(root).items()}
+  try:
+    if settings["peft_type"] == "PROMPT_TUNING":
+      return _read_prompt(settings, tensors, arrays)
+    return _read_kernels(settings, tensors, modules_of(arrays, config))
+  except ValueError as error:
+    raise ValueError(f"{root}: {error}") from None
+
+
+def _read_settings(root: epath.Path) -> dict[str, Any]:
+  settings = read_json_object(root / CONFIG)
+  if (kind := settings.get("peft_type")) not in TYPES:
+    raise ValueError(f"{root / CONFIG}: peft_type must be one of {', '.join(TYPES)}, got {kind!r}")
+  wrong = [
+    key
+    for key, value in _UNSUPPORTED.items()
+    # Empty lists and dicts have no effect.
+    if (settings.get(key) or None) not in (value, None)
+  ]
+  if _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights"))):
+    wrong.append("init_lora_weights")
+  if wrong:
+    shown = ", ".join(f"{key} = {settings[key]!r}" for key in wrong)
+    raise ValueError(
+      f"{root / CONFIG} sets {shown}, which changes what the adapter computes and is not supported. Merge it "
+      "with PEFT (merge_and_unload), and use the merged folder"
+    )
+  return settings
+
+
+def _open_tensors(root: epath.Path) -> dict[str, StoredArray]:
+  if (root / WEIGHTS).exists():
+    return folder.read_safetensors(root / WEIGHTS)
+  pickled = root / "adapter_model.bin"
+  found = "only adapter_model.bin, a pickle, which may run code" if pickled.exists() else "none"
+  raise ValueError(f"{root} must contain {WEIGHTS}, got {found}: save it again with PEFT")
+
+
+def modules_of(arrays: Arrays, config: Config) -> dict[str, Module]:
+  """Returns {Transformers' name: module} of a model's projections, except its output layer.
+
+  Args:
+    arrays: the model's arrays in the plain tree, by our names.
+    config: its config.json; {} for the family's first model_type.
+  """
+  family = find_family(arrays)
+  if not config:
+    encoder_decoder = any(name.startswith("target/decoder/") for name in arrays)
+    config = {"model_type": next(iter(family.MODEL_TYPES)), "is_encoder_decoder": encoder_decoder}
+  rows = {name: row for row in family.weight_table(config) for name in row.ours}
+  kernels = {n: x for n, x in arrays.items() if n.endswith("/kernel") and x.ndim == 2}
+  unknown = "projections that Transformers' models do not have"
+  modules = {}
+  for name, (row, numbers) in name_tables.find_rows(kernels, rows, unknown).items():
+    names = tuple(ours.format(**numbers).removesuffix("/kernel") for ours in row.ours)
+    if name != f"{names[0]}/kernel" or name.endswith("logits_dense/kernel"):
+      continue
+    inputs, outputs = kernels[name].shape
+    theirs = row.theirs.format(**numbers).removesuffix(".weight")
+    modules[theirs] = Module(names, inputs, outputs, row.is_transposed)
+  return modules
+
+
+def _read_prompt(
+  settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays
+) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  is_decoder = find_family(arrays).IS_DECODER
+  parts = settings.get("num_transformer_submodules") or (1 if is_decoder else 2)
+  if parts != 1:
+    raise ValueError(
+      f"num_transformer_submodules = {parts} is a second prompt before the decoder's inputs, which is not "
+      "supported: train with num_transformer_submodules = 1, as Lester et al. do"
+    )
+  side = "decoder" if is_decoder else "encoder"
+  tables = (f"target/{side}/token_embedder/embedding", "target/token_embedder/embedding")
+  width = next(arrays[name].shape[1] for name in tables if name in arrays)
+  expected, found = (settings["num_virtual_tokens"], width), tensors.get(PROMPT, np.zeros(0)).shape
+  if found != expected:
+    raise ValueError(
+      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}: it belongs to another base"
+    )
+  vectors = as_stored_array(tensors[PROMPT] * prompt_scale(arrays, width))
+  adapter = adapters.PromptTuning(length=expected[0])
+  return adapter, {f"target/{side}/prompt/prompt/prompt": vectors}
+
+
+def prompt_scale(arrays: Arrays, width: int) -> float:
+  """Returns by what Transformers multiplies a prompt: T5Gemma scales embedded inputs after they are joined."""
+  is_t5gemma = "t5gemma" in find_family(arrays).MODEL_TYPES
+  return math.sqrt(width) if is_t5gemma else 1.0
+
+
+def _read_kernels(
+  settings: Config, tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]
+) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  """Returns the adapter of LoRA's or (IA)³'s tensors, and {our name: array}."""
+  groups = _group_tensors(tensors, modules)
+  targets = settings.get("target_modules")
+  for target in targets if isinstance(targets, list) else ():
+    if not any(_ends_with(name, target) for name in groups):
+      raise ValueError(f"target_modules has {target!r}, of which {WEIGHTS} has no tensors")
+  if settings["peft_type"] == "IA3":
+    return _read_ia3(groups, modules)
+  return _read_lora(settings, groups, modules)
+
+
+def _read_lora(
+  settings: Config,
+  groups: Mapping[str, Mapping[str, np.ndarray]],
+  modules: Mapping[str, Module],
+) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  added: dict[str, StoredArray] = {}
+  ranks: dict[str, int] = {}
+  alphas: dict[str, float] = {}
+  use_dora = bool(settings.get("use_dora"))
+  for name, group in groups.items():
+    module = modules[name]
+    rank, size = group.get(LORA_A, np.zeros((0, 0))).shape[0], module.outputs * len(module.kernels)
+    shapes = {LORA_A: (rank, module.inputs), LORA_B: (size, rank)} | (
+      {MAGNITUDE: (size,)} if use_dora else {}
+    )
+    _check_shapes(name, group, shapes)
+    alpha = float(_find(settings.get("alpha_pattern") or {}, name, settings.get("lora_alpha", 8)))
+    for part, ours in enumerate(module.kernels):
+      rows = slice(part * module.outputs, (part + 1) * module.outputs)
+      ranks[ours], alphas[ours] = rank, alpha
+      added[f"{ours}/lora_a"] = as_stored_array(group[LORA_A].T)
+      added[f"{ours}/lora_b"] = as_stored_array(group[LORA_B][rows].T)
+      if use_dora:
+        added[f"{ours}/dora_magnitude"] = as_stored_array(group[MAGNITUDE][rows])
+  rank, alpha = most_common(ranks.values()), most_common(alphas.values())
+  adapter = adapters.LoRA(
+    targets=_our_targets(ranks, modules),
+    rank=rank,
+    alpha=alpha,
+    rslora=bool(settings.get("use_rslora")),
+    dora=use_dora,
+    dropout=settings.get("lora_dropout") or 0.0,
+    rank_pattern={short_name(n): x for n, x in ranks.items() if x != rank},
+    alpha_pattern={short_name(n): x for n, x in alphas.items() if x != alpha},
+  )
+  return adapter, added
+
+
+def _read_ia3(
+  groups: Mapping[str, Mapping[str, np.ndarray]], modules: Mapping[str, Module]
+) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+  added: dict[str, StoredArray] = {}
+  scaled: dict[str, list[str]] = {"inputs": [], "all": []}
+  for name, group in groups.items():
+    module, vector = modules[name], group[IA3_VECTOR]
+    of_inputs = vector.shape[0] == 1
+    size = module.outputs * len(module.kernels)
+    _check_shapes(name, group, {IA3_VECTOR: (1, module.inputs) if of_inputs else (size, 1)})
+    count = len(module.kernels)
+    parts = [vector.ravel()] * count if of_inputs else np.split(vector.ravel(), count)
+    scaled["all"] += module.kernels
+    scaled["inputs"] += module.kernels if of_inputs else ()
+    added |= {
+      f"{n}/ia3_scaling": as_stored_array(x) for n, x in zip(module.kernels, parts, strict=True)
+    }
+  targets, inputs = (_our_targets(scaled[key], modules) for key in ("all", "inputs"))
+  return adapters.IA3(targets=targets, input_targets=inputs), added
+
+
+def _group_tensors(
+  tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]
+) -> dict[str, dict[str, np.ndarray]]:
+  """Returns {module: {kind of tensor: tensor}}.
+
+  Raises:
+    ValueError: a tensor is of another kind, or of a module that is not among `modules`.
+  """
+  groups: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
+  unknown = []
+  for name, tensor in tensors.items():
+    match = _TENSOR.fullmatch(name)
+    module = folder.TEXT_WEIGHTS.sub("model.", match[1]) if match else ""
+    if match and module in modules:
+      groups[module][match[2]] = tensor
+    else:
+      unknown.append(name)
+  if unknown or not groups:
+    shown = name_tables.list_names(unknown) or "none"
+    raise ValueError(
+      f"the tensors must be those of projections of the base, such as {PREFIX}{next(iter(modules))}.{LORA_A}, got "
+      f"{shown}. Embeddings, output layers and experts are not supported"
+    )
+  return groups
+
+
+def _check_shapes(
+  name: str, group: Mapping[str, np.ndarray], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+  found = {kind: tensor.shape for kind, tensor in group.items()}
+  if found != expected:
+    raise ValueError(
+      f"the tensors of {name} must have the shapes {dict(expected)} for this base, got {found}: the adapter "
+      "belongs to another base, or the file is incomplete"
+    )
+
+
+def _ends_with(name: str, end: str) -> bool:
+  return f".{name}".endswith(f".{end}")
+
+
+def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+  """Returns the value of the first pattern that matches the end of a name, as PEFT does."""
+  found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
+  return next(found, default)
+
+
+def most_common(values: Iterable[Any]) -> Any:
+  """Returns the most common value."""
+  return collections.Counter(values).most_common(1)[0][0]
+
+
+def short_name(name: str) -> str:
+  """Returns a parameter's name without target/."""
+  return name.removeprefix("target/")
+
+
+def _our_targets(names: Iterable[str], modules: Mapping[str, Module]) -> tuple[str, ...]:
+  every = [short_name(kernel) for module in modules.values() for kernel in module.kernels]
+  return shortest_ends(list(map(short_name, names)), every, "/")
+
+
+def shortest_ends(
+  names: Collection[str], every: Collection[str], separator: str
+) -> tuple[str, ...]:
+  """Returns the shortest ends of names that no other name of `every` has."""
+  chosen = set(names)
+  if any(".text_model." in name for name in every):
+    return tuple(sorted(chosen))  # Shorter names would also be those of T5Gemma 2's vision tower.
+  if not chosen:
+    return ()
+  for parts in range(1, 99):
+    ends = {separator.join(name.split(separator)[-parts:]) for name in chosen}
+    matching = {
+      n for n in every if any(f"{separator}{n}".endswith(f"{separator}{e}") for e in ends)
+    }
+    if matching <= chosen:
+      return tuple(sorted(ends))
+  raise AssertionError("names are in `every`")
