@@ -1,6 +1,7 @@
 """Opens a model: that of a training run, a Hugging Face folder, or a model on its hub."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.argument_types import near_hint
+from rosetta_t5.checkpoints import adapter_sums
 from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.hugging_face_recipe import RUN_PART
@@ -45,10 +47,39 @@ class OpenedModel:
 
 
 def open_model_dir(
-  model_dir: str | os.PathLike[str], flags: Sequence[str] = (), trust: bool = False
+  model_dir: str | os.PathLike[str],
+  flags: Sequence[str] = (),
+  trust: bool = False,
+  adapters: Sequence[str] = (),
 ) -> OpenedModel:
-  """Returns a model with its parameters; for the arguments and errors, see `read_run`."""
-  return open_checkpoint(*read_run(model_dir, flags, trust, ("model", "partitioner")))
+  """Returns a model with its parameters.
+
+  Args:
+    model_dir: see `read_run`, as for `flags`, `trust` and the errors.
+    adapters: PEFT folders or runs, each PATH or PATH=WEIGHT, whose changes are added (`adapter_sums`).
+  """
+  recipe, restore_cfg = read_run(model_dir, flags, trust, ("model", "partitioner"))
+  return open_checkpoint(recipe, with_adapters(recipe["model"], restore_cfg, adapters))
+
+
+def with_adapters(
+  model: Any, restore_cfg: checkpoints.RestoreCheckpointConfig, adapters: Sequence[str] | None
+) -> checkpoints.RestoreCheckpointConfig:
+  """Returns a config that adds the changes of adapters to a checkpoint; see `open_model_dir`.
+
+  Raises:
+    ValueError: the checkpoint has an adapter already.
+  """
+  if not adapters:
+    return restore_cfg
+  if model.adapter is not None or any(map(checkpoints.is_peft, restore_cfg.paths())):
+    raise ValueError(
+      "--adapter needs the base as --model_dir, which here has an adapter itself: give both with --adapter"
+    )
+  given = [adapter_sums.parse(text) for text in adapters]
+  add: Any = functools.partial(adapter_sums.add_changes, given=given)
+  fns = (*restore_cfg.state_transformation_fns, add)
+  return dataclasses.replace(restore_cfg, state_transformation_fns=fns)
 
 
 def read_run(

@@ -19,7 +19,7 @@ from rosetta_t5.terminal import output_file, positive_integer, positive_number
 
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
-OPTIONS = ("template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
+OPTIONS = ("adapter", "template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
 NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
@@ -35,6 +35,12 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
     "--output",
     type=output_file,
     help="a file, or - for stdout (the default); an existing file is continued",
+  )
+  add(
+    "--adapter",
+    action="append",
+    metavar="PATH[=WEIGHT]",
+    help="a PEFT folder, or a run with an adapter, whose changes of the model are added; can be repeated",
   )
   add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
@@ -82,7 +88,7 @@ def infer(options: argparse.Namespace) -> int:
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))
       _skip_completed(options.output, settings, rows)
-    model = open_model_dir(options.model_dir, options.flags, options.trust)
+    model = open_model_dir(options.model_dir, options.flags, options.trust, options.adapter or ())
     apply_decoding_options(options, model.model)
     results = _infer_rows(model, rows, options)
     # On a terminal, the results themselves show the progress.

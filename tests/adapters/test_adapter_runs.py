@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from test_folder_runs import make_folder, train
 
 from rosetta_t5 import cli, trained_model
@@ -217,3 +219,23 @@ def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
   for name, array in before.items():
     if name.startswith("target/"):
       np.testing.assert_allclose(after[name].get(), array.get(), rtol=1e-6)
+
+
+def test_weighted_adapters_are_sums_of_their_changes_of_the_base(found, adapted, tmp_path):
+  folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
+  base = checkpoints_flat(trained_model.open_model_dir(found[1]).state.params)
+  merged = checkpoints_flat(trained_model.open_model_dir(folder).state.params)
+  given = [str(adapted[1]), f"{folder}=0.5"]
+  opened = trained_model.open_model_dir(found[1], adapters=given)
+  added = checkpoints_flat(opened.state.params)
+  for name, value in base.items():
+    np.testing.assert_allclose(
+      added[name], value + 1.5 * (merged[name] - value), rtol=1e-5, atol=1e-6
+    )
+  with pytest.raises(ValueError, match="--adapter needs the base as --model_dir"):
+    trained_model.open_model_dir(folder, adapters=given)
+  other = shutil.copytree(found[1], tmp_path / "other")
+  weights = load_file(other / "model.safetensors")
+  save_file({name: 2 * x for name, x in weights.items()}, other / "model.safetensors")
+  with pytest.raises(ValueError, match="was trained on another base"):
+    trained_model.open_model_dir(other, adapters=given)
