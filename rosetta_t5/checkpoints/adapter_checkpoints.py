@@ -1,5 +1,6 @@
 """Checkpoints of a run that trains an adapter: they name their base instead of containing it."""
 
+import dataclasses
 import functools
 import os
 import zlib
@@ -123,7 +124,8 @@ def add_prompt(model: Any, path: epath.PathLike) -> None:
   """Lets a model's network have the prompt of a PEFT folder, if `path` is a folder of prompt tuning."""
   fact = adapter_fact(path)
   if fact.get("method") == adapters.PromptTuning.__name__:
-    model.module = adapters.from_settings(fact).adapt(model.module)
+    config = dataclasses.replace(model.module.config, prompt_length=fact["length"])
+    model.module = model.module.clone(config=config)
 
 
 def _merged_array(adapter: adapters.Adapter, module: str, end: str, parts: Arrays) -> StoredArray:
