@@ -183,7 +183,7 @@ def train(
     given = checkpoint_cfg.restore and checkpoint_cfg.restore.paths()
     base = (earlier_facts.get(checkpoints.STARTED_FROM) or manager.restored_from) if given else None
     changes = restore_cfg.state_transformation_fns if restore_cfg else ()
-    about_base = (base, state.params, earlier_facts, changes)
+    about_base = (manager.restored_from, model_dir, state.params, earlier_facts, changes)
     facts |= checkpoints.adapter_facts(model.adapter, *about_base)
     manager.begin_run({**facts, checkpoints.STARTED_FROM: base})
 

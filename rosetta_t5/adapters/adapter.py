@@ -76,7 +76,8 @@ class Adapter:
 
     class Adapted(network):  # type: ignore[misc, valid-type]
       def init(self, *args: Any, **options: Any) -> Any:
-        return adapter.with_added(super().init(*args, **options))
+        is_part = options.get("method") is not None  # such as the encoder alone
+        return adapter.with_added(super().init(*args, **options), is_part)
 
       def apply(self, variables: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         params = adapter.attached(variables["params"], as_arrays=not is_own)
@@ -87,8 +88,12 @@ class Adapter:
     settings = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
     return Adapted(**{name: x for name, x in settings.items() if name not in ("parent", "name")})
 
-  def with_added(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+  def with_added(self, variables: Mapping[str, Any], is_part: bool = False) -> Mapping[str, Any]:
     """Returns the variables of `module.init` with the added parameters and their logical axes.
+
+    Args:
+      variables: the variables.
+      is_part: whether they are those of a part of the network, which may have nothing to train.
 
     Raises:
       ValueError: the network has no parameter that this adapter trains or changes.
@@ -98,7 +103,8 @@ class Adapter:
     axes = {name: tuple(each or ()) for name, each in axes_by_path(unfreeze(names)).items()}
     added_axes = self.added_axes(params, axes)
     params |= self.added_values(params)
-    self.check_names(params)
+    if not is_part:
+      self.check_names(params)
     changed["params"] = nested(self.as_frozen(params), like=variables["params"])
     metadata = {f"{n}_axes": partitioning.AxisMetadata(tuple(a)) for n, a in added_axes.items()}
     all_axes = flat(variables["params_axes"]) | metadata

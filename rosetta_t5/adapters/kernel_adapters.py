@@ -92,17 +92,24 @@ class KernelAdapter(Adapter):
     return super().adapt(module)
 
   def check_names(self, params: Flat) -> None:
-    """Raises ValueError if a target matches no kernel of `params`."""
-    modules = [name.rpartition("/")[0] for name in params if name.endswith("/kernel")]
-    given = [self.targets] if isinstance(self.targets, str) else self.targets
-    for target in given:
-      part = target if isinstance(self.targets, str) else [target]
-      if not any(matches(part, module) for module in modules):
+    """Raises ValueError if a target, or a pattern of the settings, matches no kernel of `params`."""
+    modules = [name.rpartition("/")[0] for name, x in params.items() if is_kernel(name, x)]
+    given = [self.targets] if isinstance(self.targets, str) else [[each] for each in self.targets]
+    found = {repr(target): [matches(target, module) for module in modules] for target in given}
+    found |= {repr(p): [_find({p: True}, m, False) for m in modules] for p in self._patterns()}
+    for target, are_matched in found.items():
+      if not any(are_matched):
         known = ", ".join(sorted({module.rpartition("/")[2] for module in modules}))
         raise ValueError(
-          f"adapters.{type(self).__name__}.targets has {target!r}, which is no projection of this network. "
-          f"It has {known}; or give 'all-linear', or a regular expression of whole names such as {modules[0]}"
+          f"adapters.{type(self).__name__} has {target}, which matches no projection of this network. A list "
+          f"has last parts of names ({known}); a string is a regular expression of whole names, such as "
+          f"{modules[0]}, or 'all-linear'"
         )
+    super().check_names(params)
+
+  def _patterns(self) -> Sequence[str]:
+    """Returns further patterns, each of which must match a projection."""
+    return ()
 
   def _targeted(self, params: Flat) -> Iterator[tuple[str, Any]]:
     """Yields the name of each targeted projection, and its kernel."""
@@ -110,6 +117,25 @@ class KernelAdapter(Adapter):
       module = name.rpartition("/")[0]
       if is_kernel(name, kernel) and matches(self.targets, module):
         yield module, kernel
+
+  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
+    """Returns the logical axes of the added parameters: those of the kernel's dimensions that they have."""
+    added = super().added_axes(params, axes)
+    for module, _ in self._targeted(params):
+      dims = self._dimensions(module, *axes[f"{module}/kernel"])
+      added |= {f"{module}/{end}": of_end for end, of_end in dims.items()}
+    return added
+
+  def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:
+    """Returns the dimensions of a projection's added parameters: their sizes or their logical axes.
+
+    Args:
+      module: the projection.
+      inputs: the first dimension of its kernel.
+      *others: the others: (outputs,), or (layers, outputs) if layers are scanned.
+      rank: the dimension between LoRA's matrices.
+    """
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,27 +180,23 @@ class LoRA(KernelAdapter):
     rank, alpha = self.rank_of(module), self.alpha_of(module)
     return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
-  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
-    """Returns the logical axes of A, B and the magnitudes: those of the kernel that they share."""
-    added = super().added_axes(params, axes)
-    for module, _ in self._targeted(params):
-      inputs, *layers, outputs = axes[f"{module}/kernel"]
-      added[f"{module}/lora_a"] = (inputs, *layers, None)
-      added[f"{module}/lora_b"] = (None, *layers, outputs)
-      if self.dora:
-        added[f"{module}/dora_magnitude"] = (outputs, *layers)
-    return added
+  def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:
+    *layers, outputs = others
+    dims = {"lora_a": (inputs, *layers, rank), "lora_b": (rank, *layers, outputs)}
+    return {**dims, "dora_magnitude": (outputs, *layers)} if self.dora else dims
+
+  def _patterns(self) -> Sequence[str]:
+    return (*self.rank_pattern, *self.alpha_pattern)
 
   def added_values(self, params: Flat) -> Flat:
     """Returns the initial A, B and, for DoRA, the norms of the kernels' columns."""
-    added = {}
+    added: Flat = {}
     for module, kernel in self._targeted(params):
-      inputs, *layers, outputs = kernel.shape
-      rank, bound = self.rank_of(module), 1.0 / math.sqrt(inputs)
+      shapes = self._dimensions(module, *kernel.shape, rank=self.rank_of(module))
       key = jax.random.fold_in(jax.random.PRNGKey(self.seed), zlib.crc32(module.encode()))
-      shape = (inputs, *layers, rank)
-      added[f"{module}/lora_a"] = jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-      added[f"{module}/lora_b"] = jnp.zeros((rank, *layers, outputs), jnp.float32)
+      bound = 1.0 / math.sqrt(kernel.shape[0])
+      a = jax.random.uniform(key, shapes["lora_a"], jnp.float32, -bound, bound)
+      added |= {f"{module}/lora_a": a, f"{module}/lora_b": jnp.zeros(shapes["lora_b"])}
       if self.dora:
         norms = jnp.linalg.norm(kernel.astype(jnp.float32), axis=0).T
         added[f"{module}/dora_magnitude"] = norms * params.get(f"{module}/kernel_scale", 1.0)
@@ -213,23 +235,15 @@ class IA3(KernelAdapter):
         changed[f"{module}/bias"] = bias * vector
     return nested(changed, like=params)
 
-  def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
-    """Returns the logical axes of the vectors: that of the dimension that they scale."""
-    added = super().added_axes(params, axes)
-    for module, _ in self._targeted(params):
-      inputs, *layers, outputs = axes[f"{module}/kernel"]
-      scaled = inputs if self.scales_inputs(module) else outputs
-      added[f"{module}/ia3_scaling"] = (scaled, *layers)
-    return added
+  def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:
+    *layers, outputs = others
+    scaled = inputs if self.scales_inputs(module) else outputs
+    return {"ia3_scaling": (scaled, *layers)}
 
   def added_values(self, params: Flat) -> Flat:
     """Returns vectors of ones."""
-    added = {}
-    for module, kernel in self._targeted(params):
-      inputs, *layers, outputs = kernel.shape
-      size = inputs if self.scales_inputs(module) else outputs
-      added[f"{module}/ia3_scaling"] = jnp.ones((size, *layers), jnp.float32)
-    return added
+    shapes = {module: self._dimensions(module, *x.shape) for module, x in self._targeted(params)}
+    return {f"{module}/ia3_scaling": jnp.ones(of["ia3_scaling"]) for module, of in shapes.items()}
 
   def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
     """Returns the changed kernel of a projection."""

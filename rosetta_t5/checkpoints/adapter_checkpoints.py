@@ -26,7 +26,8 @@ _OWN = ("kernel", "bias")
 
 def adapter_facts(
   adapter: adapters.Adapter | None,
-  base: str | None,
+  restored_from: str | None,
+  model_dir: epath.PathLike,
   params: Mapping[str, Any],
   earlier_facts: Mapping[str, Any],
   transformations: Sequence[Any] = (),
@@ -37,18 +38,33 @@ def adapter_facts(
 
   Args:
     adapter: the model's adapter.
-    base: the checkpoint with which the run began; None for none, whose parameters are all stored.
+    restored_from: the checkpoint that was restored; None for none. All parameters are stored without one, if it
+      is in MODEL_DIR, where it may be deleted, or if its arrays were changed otherwise than in size.
+    model_dir: MODEL_DIR.
     params: the run's parameters.
     earlier_facts: the facts with which the run continues.
-    transformations: those of the restored state. With any but `resize_vocabulary`, all parameters are stored.
+    transformations: those of the restored state.
+
+  Raises:
+    ValueError: the run continues one with another method.
   """
   if adapter is None:
     return {}
+  settings, flat = adapter.settings(), state_dicts.flatten_state_dict({"target": params})
   if earlier := earlier_facts.get(ADAPTER):
-    return {ADAPTER: {**earlier, **adapter.settings()}}
-  if base is None or any(fn is not state_dicts.resize_vocabulary for fn in transformations):
-    return {ADAPTER: {**adapter.settings(), "base": None}}
-  flat = state_dicts.flatten_state_dict({"target": params})
+    if earlier["method"] != settings["method"]:
+      raise ValueError(
+        f"the run in MODEL_DIR {model_dir} trains {earlier['method']}, and this one {settings['method']}: set an "
+        "empty MODEL_DIR, and INITIAL_CHECKPOINT_PATH to the checkpoint from which to start"
+      )
+    return {ADAPTER: {**earlier, **settings}}
+  base, changes = (
+    restored_from,
+    [x for x in transformations if x is not state_dicts.resize_vocabulary],
+  )
+  is_own = base is not None and epath.Path(base).parent == epath.Path(model_dir)
+  if base is None or changes or is_own or _is_merged(flat, adapter_fact(base)):
+    return {ADAPTER: {**settings, "base": None}}
   expected = {name: x for name, x in flat.items() if not adapter.is_trained(_name(name))}
   stored = convert_tree(read_arrays(base), expected)
   names = [n for n, x in expected.items() if n in stored and stored[n].shape == tuple(x.shape)]
@@ -59,13 +75,14 @@ def adapter_facts(
     "base_parameters": sorted(names),
     "base_fingerprint": fingerprint({name: flat[name] for name in names}),
   }
-  return {ADAPTER: {**adapter.settings(), **about_base}}
+  return {ADAPTER: {**settings, **about_base}}
 
 
 def fingerprint(params: Mapping[str, Any]) -> int:
-  """Returns a number of 32 bits that depends on names, shapes and all bits of parameters.
+  """Returns a number of 32 bits that depends on names, shapes and values of parameters, as bfloat16.
 
-  It does not depend on how they are split over devices, nor on the layout of the checkpoint.
+  It does not depend on how they are split over devices, in which floating-point type they are restored, nor on
+  the layout of the checkpoint.
   """
   return int(_fingerprint(dict(params))) if params else 0
 
@@ -74,6 +91,7 @@ def fingerprint(params: Mapping[str, Any]) -> int:
 def _fingerprint(params: Mapping[str, jax.Array]) -> jax.Array:
   total = jnp.uint32(0)
   for name, value in sorted(params.items()):
+    value = value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
     bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
     position = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
     words = (bits.astype(jnp.uint32) + 1) * (2 * position + 1)  # odd factors lose no bits
@@ -85,11 +103,12 @@ def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[
   """Raises ValueError if the base of a restored checkpoint is not the one that it was trained on."""
   names = fact.get("base_parameters", ())
   found = {name: restored[name] for name in names if name in restored}
-  # In another network, such as one with the adapter merged, they have other names.
-  if len(found) == len(names) and fingerprint(found) != fact.get("base_fingerprint", 0):
+  # In another network they have other names, and if the adapter is merged, other values.
+  is_comparable = len(found) == len(names) and not _is_merged(restored, fact)
+  if is_comparable and fingerprint(found) != fact.get("base_fingerprint", 0):
     raise ValueError(
       f"{fact['base']} is not the model with which the adapter of {path} was trained: its parameters "
-      "differ. Move the original back to this path"
+      "differ. Move the original back to this path; keep frozen_dtype if it was or is 'int8'"
     )
 
 
@@ -114,10 +133,13 @@ def merge_if_unknown(
   arrays: Arrays, expected: Mapping[str, Any], fact: Mapping[str, Any]
 ) -> dict[str, StoredArray]:
   """Returns a checkpoint's arrays, merged if a train state does not have what its adapter added."""
+  return merge(arrays, fact) if _is_merged(expected, fact) else dict(arrays)
+
+
+def _is_merged(expected: Mapping[str, Any], fact: Mapping[str, Any]) -> bool:
+  """Returns whether the adapter of a checkpoint is merged where a train state has these names."""
   ends = tuple(f"/{end}" for end in adapters.from_settings(fact).suffixes) if fact else ()
-  if not ends or any(name.endswith(ends) for name in expected):
-    return dict(arrays)
-  return merge(arrays, fact)
+  return bool(ends) and not any(name.endswith(ends) for name in expected)
 
 
 def add_prompt(model: Any, path: epath.PathLike) -> None:

@@ -171,7 +171,8 @@ def are_trained(params: Any, optimizer_def: Any) -> list[bool]:
     [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for tree in (params, trained)
   )
-  return [name in trained_names for name in names]
+  known = set(trained_names)
+  return [name in known for name in names]
 
 
 def read_program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -113,7 +114,7 @@ def test_another_base_is_refused(found, adapted, tmp_path):
     for file in moved.iterdir():
       (path / file.name).write_bytes(file.read_bytes())
     weights = bytearray((path / "model.safetensors").read_bytes())
-    weights[-3] ^= 1
+    weights[-2] ^= 64
     (path / "model.safetensors").write_bytes(weights)
     with pytest.raises(ValueError, match="is not the model with which the adapter"):
       trained_model.open_model_dir(adapted[1])
@@ -171,8 +172,35 @@ def test_each_method_trains_its_parameters(found, method, tmp_path):
   assert {name.rpartition("/")[2] for name in trained} == names
   opened = checkpoints_flat(trained_model.open_model_dir(tmp_path / "run").state.params)
   base = read_arrays(found[1])
-  for name in trained & base.keys():
-    assert np.any(opened[name.removeprefix("target/")] != base[name].get())
+  initial = {"lora_b": 0.0, "ia3_scaling": 1.0}
+  for name in trained:
+    before = initial.get(name.rpartition("/")[2], 0.0) if name not in base else base[name].get()
+    assert np.any(opened[name.removeprefix("target/")] != before), name
+
+
+def test_a_run_is_not_continued_with_another_method(found, adapted, tmp_path):
+  shutil.copytree(adapted[1], tmp_path / "run")
+  ia3 = ("models.{model}.adapter=@adapters.IA3()", "TRAIN_STEPS=3")
+  with pytest.raises(AssertionError, match="trains LoRA, and this one IA3"):
+    train(found, tmp_path / "run", *ia3, *ADAMW, imports=[IMPORT])
+
+
+def test_another_method_starts_from_the_merged_run_and_stores_all_parameters(
+  found, adapted, tmp_path
+):
+  ia3 = ("models.{model}.adapter=@adapters.IA3()", "TRAIN_STEPS=4")
+  start = f"INITIAL_CHECKPOINT_PATH='{adapted[1] / 'checkpoint_2'}'"
+  train(found, tmp_path / "run", *ia3, *ADAMW, start, imports=[IMPORT], steps=(4,))
+  stored = t5x_layouts.read_arrays(tmp_path / "run" / "checkpoint_4")
+  assert sum(name.startswith("target/") and name.endswith("/kernel") for name in stored)
+  assert trained_model.open_model_dir(tmp_path / "run").state is not None
+
+
+def test_an_adapter_is_opened_in_bfloat16(adapted):
+  recipe, restore = trained_model.read_run(adapted[1])
+  restore = dataclasses.replace(restore, dtype="bfloat16")
+  opened = trained_model.open_checkpoint(recipe, restore)
+  assert jax.tree.leaves(opened.state.params)[0].dtype == jax.numpy.bfloat16
 
 
 def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_path):

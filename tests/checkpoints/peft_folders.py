@@ -75,7 +75,8 @@ def peft_config(name: str, method: str) -> Any:
   common = {"task_type": "CAUSAL_LM" if is_decoder else "SEQ_2_SEQ_LM"}
   fan = {"fan_in_fan_out": name == "gpt2"}
   if method == "prompt":
-    sizes = {"num_virtual_tokens": 5, "num_transformer_submodules": 1}
+    # T5 has PEFT's default, whose second half is not used.
+    sizes = {"num_virtual_tokens": 5, "num_transformer_submodules": None if name == "t5" else 1}
     if name == "t5gemma":  # in whose config PEFT does not find them
       sizes |= {"num_layers": 3, "num_attention_heads": 6, "token_dim": 48}
     return peft.PromptTuningConfig(**common, **sizes)

@@ -54,7 +54,7 @@ class AdaptedKernel(struct.PyTreeNode):
 
   def merged(self, dtype: Any = jnp.float32) -> Float[Array, "I O"]:
     """Returns the matrix by which the inputs are multiplied, computed in float32."""
-    merged_IO = self._changed()
+    merged_IO = self._with_low_rank()
     if self.dora_magnitude is not None:
       merged_IO = merged_IO * (self.dora_magnitude / _column_norms(merged_IO))[None]
     if self.input_scale is not None:
@@ -87,11 +87,11 @@ class AdaptedKernel(struct.PyTreeNode):
       y_NO = y_NO + product(product(seen_NI, self.lora_a), self.lora_b) * self.factor
     if self.dora_magnitude is not None:
       # The norm is a constant in the backward pass, as in section 4.3 of the paper.
-      norms_O = _column_norms(jax.lax.stop_gradient(self)._changed())
+      norms_O = _column_norms(jax.lax.stop_gradient(self)._with_low_rank())
       y_NO = _scale(y_NO, (self.dora_magnitude / norms_O).astype(y_NO.dtype))
     return y_NO if self.output_scale is None else _scale(y_NO, self.output_scale)
 
-  def _changed(self) -> jax.Array:
+  def _with_low_rank(self) -> jax.Array:
     """Returns kernel + factor · A·B in float32."""
     kernel_IO = self.kernel.astype(jnp.float32)
     if self.kernel_scale is not None:

@@ -176,22 +176,19 @@ def _read_prompt(
   settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays
 ) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
   is_decoder = find_family(arrays).IS_DECODER
+  # PEFT computes with the first part only, also of the two that it makes for an encoder-decoder.
   parts = settings.get("num_transformer_submodules") or (1 if is_decoder else 2)
-  if parts != 1:
-    raise ValueError(
-      f"num_transformer_submodules = {parts} is a second prompt before the decoder's inputs, which is not "
-      "supported: train with num_transformer_submodules = 1, as Lester et al. do"
-    )
   side = "decoder" if is_decoder else "encoder"
   tables = (f"target/{side}/token_embedder/embedding", "target/token_embedder/embedding")
   width = next(arrays[name].shape[1] for name in tables if name in arrays)
-  expected, found = (settings["num_virtual_tokens"], width), tensors.get(PROMPT, np.zeros(0)).shape
+  length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros(0)).shape
+  expected = (parts * length, width)
   if found != expected:
     raise ValueError(
       f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}: it belongs to another base"
     )
-  vectors = as_stored_array(tensors[PROMPT] * prompt_scale(arrays, width))
-  adapter = adapters.PromptTuning(length=expected[0])
+  vectors = as_stored_array(tensors[PROMPT][:length] * prompt_scale(arrays, width))
+  adapter = adapters.PromptTuning(length=length)
   return adapter, {f"target/{side}/prompt/prompt/prompt": vectors}
 
 
