@@ -201,7 +201,7 @@ class PromptTuning(Adapter):
 
   def adds(self, name: str) -> bool:
     """Returns whether the parameter is the prompt."""
-    return self.is_trained(name)
+    return "/prompt/" in name
 
   def adapt(self, module: nn.Module) -> nn.Module:
     """Returns a network whose encoder, or else decoder, has a prompt."""

@@ -57,7 +57,8 @@ def test_a_folder_that_is_written_here_has_the_same_logits_in_peft(bases, tmp_pa
   before, after = (load_file(x / peft_folder.WEIGHTS) for x in (first, second))
   assert before.keys() == after.keys()
   for key, tensor in before.items():
-    np.testing.assert_allclose(after[key], tensor, rtol=1e-6)
+    # Of a prompt, the half that is not used is left out.
+    np.testing.assert_allclose(after[key], tensor[: len(after[key])], rtol=1e-6)
   with warnings.catch_warnings():
     warnings.simplefilter("error", UserWarning)
     loaded = peft.PeftModel.from_pretrained(load_base(name, bases[name]), second).eval()
