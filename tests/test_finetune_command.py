@@ -7,6 +7,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import re
 
 import gin
@@ -16,13 +17,15 @@ import seqio
 from test_folder_runs import VOCABULARY, make_folder
 from test_run import logged
 
-from rosetta_t5 import cli
+from rosetta_t5 import checkpoints, cli
 from rosetta_t5.cli.command import Parser
 from rosetta_t5.cli.finetune import choices
 from rosetta_t5.cli.finetune.command import add_arguments
 from rosetta_t5.cli.finetune.methods import METHODS, RATE
+from rosetta_t5.cli.finetune.rows import Files
 
 ROWS = 120
+OF_FILES = ("inputs", "targets", "eval", "metrics")
 
 
 def call(*arguments):
@@ -153,8 +156,8 @@ def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given,
   )
   assert status == 0, errors
   chosen = settings_of(out)
-  steps = -(-(ROWS - len([*(folder / "inference_eval").glob("x")])) // 16)
-  assert re.fullmatch(rf"'{folder}/checkpoint_[1-{steps}]'", chosen["INITIAL_CHECKPOINT_PATH"])
+  latest = checkpoints.latest_step(folder)
+  assert chosen["INITIAL_CHECKPOINT_PATH"] == f"'{folder}/checkpoint_{latest}'"
   assert chosen["data.file_task.metrics"] == "['squad']"
   assert chosen["trainer.EarlyStoppingAction.metric"] == "('rows', 'f1')"
   assert "stats_period" not in out
@@ -370,3 +373,32 @@ def test_steps_are_epochs_of_the_rows_unless_they_would_be_too_few(rows, given, 
   options = argparse.Namespace(**({"batch_size": None, "steps": None, "epochs": None} | given))
   found = choices.choose_steps(rows, options, 1, "GPU")
   assert [choice.value for choice in found[:2]] == [batch, steps]
+
+
+def sized(rows, devices, **given):
+  options = argparse.Namespace(**{"batch_size": None, "steps": None, "epochs": None, **given})
+  return choices.choose_steps(rows, options, devices, "GPU")
+
+
+@pytest.mark.parametrize(
+  ("rows", "devices", "size"),
+  [(1300, 1, 64), (1300, 8, 64), (100, 1, 8), (10**6, 8, 512), (50, 6, 12)],
+)
+def test_the_batch_is_shared_by_the_devices_and_an_epoch_has_some_steps(rows, devices, size):
+  batch, steps, _ = sized(rows, devices)
+  assert batch.value == size
+  assert f"an epoch has {-(-rows // size)} steps" in batch.reason
+  assert steps.value >= 200
+
+
+def test_the_lowest_perplexity_is_the_best():
+  _, monitor = choices.choose_metrics((), ["word_perplexity"], "task")
+  assert (monitor.name, monitor.mode) == ("perplexity", "min")
+
+
+def test_files_of_a_folder_are_splits_by_their_names(tmp_path):
+  for name in ("squad_train.csv", "squad_valid.csv", "trainers.csv"):
+    (tmp_path / name).write_text("inputs,targets\na,b\n")
+  data = Files(argparse.Namespace(data=[str(tmp_path)], **dict.fromkeys(OF_FILES)))
+  assert [*map(os.path.basename, data.arguments["files"])] == ["squad_train.csv"]
+  assert [*map(os.path.basename, data.arguments["validation_files"])] == ["squad_valid.csv"]

@@ -16,8 +16,9 @@ _VALUES = {
   "rouge": "rougeLsum",
   "f1_score_with_invalid": "f1",
   "lambada": "accuracy",
+  "next_word": "accuracy",
+  "word_perplexity": "perplexity",
 }
-_VALUES |= {"next_word": "accuracy", "word_perplexity": "perplexity"}
 _WIDTH = 100
 _LOSS = "loss_per_nonpadding_target_token"
 _MOST_LABELS, _LABEL_WORDS, _ANSWER_WORDS = 20, 4, 12
@@ -25,7 +26,7 @@ _LONGEST = 1024  # tokens, unless more are asked for
 _LENGTH_UNIT = 8  # lengths that GPUs compute fast
 _KEPT_WHOLE = 99  # percent of the rows, if a few are much longer
 _EPOCHS, _FEWEST_STEPS, _EVALUATIONS = 3, 200, 10
-_STEPS_PER_EPOCH = 20  # at least, if the batch is chosen
+_STEPS_PER_EPOCH = 20  # at least, if a batch of 8 allows it
 _LARGEST_BATCH = {"CPU": 16, "GPU": 64}  # of a device
 _PREDICTED = 1000  # rows at each evaluation
 
@@ -147,9 +148,11 @@ def choose_steps(
   """
   largest = _LARGEST_BATCH[device]
   wanted = 2 ** int(math.log2(max(8, (rows or largest * 1000) / _STEPS_PER_EPOCH)))
-  size = options.batch_size or min(wanted, largest) * num_devices
-  batch = Choice("BATCH_SIZE", size, "" if options.batch_size else _batch_reason(size, device))
+  per_device = math.ceil(min(wanted, largest * num_devices) / num_devices)
+  size = options.batch_size or per_device * num_devices
   epoch = math.ceil(rows / size) if rows else None
+  why = f"an epoch has {epoch or 'an unknown number of'} steps, a {device} at most {largest} rows"
+  batch = Choice("BATCH_SIZE", size, "" if options.batch_size else why)
   if options.steps:
     steps = Choice("TRAIN_STEPS", options.steps, "")
   elif epoch is None:
@@ -159,16 +162,12 @@ def choose_steps(
     number = math.ceil(epochs * epoch)
     reason = f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)"
     if not options.epochs and number < _FEWEST_STEPS:
-      reason = f"{_FEWEST_STEPS / epoch:.3g} epochs: {number} steps, 3 epochs, are too few"
+      reason = f"{_FEWEST_STEPS / epoch:.3g} epochs; 3 epochs would be only {number} steps"
       number = _FEWEST_STEPS
     steps = Choice("TRAIN_STEPS", number, reason)
   period = min(steps.value, max(epoch or 1, math.ceil(steps.value / _EVALUATIONS)))
   text = f"at most {_EVALUATIONS} evaluations, and at most one in an epoch"
   return batch, steps, Choice("EVAL_PERIOD", period, text)
-
-
-def _batch_reason(size: int, device: str) -> str:
-  return f"at most {_LARGEST_BATCH[device]} on a {device}, and an epoch has {_STEPS_PER_EPOCH} steps or more"
 
 
 def evaluation_choices(monitor: Monitor, rows: int | None, batch: int, period: int) -> list[Choice]:
@@ -199,5 +198,5 @@ def patience_choices(monitor: Monitor, task: str, patience: int | None) -> list[
     Choice("train_script.train.concurrent_metrics", False, "so that it ends at once"),
     Choice(f"{action}.metric", (task, monitor.name), ""),
     Choice(f"{action}.mode", monitor.mode, ""),
-    Choice(f"{action}.patience", patience + 1, "values, each compared with the one before it"),
+    Choice(f"{action}.patience", patience + 1, "values, none better than the one before it"),
   ]

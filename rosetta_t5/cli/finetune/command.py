@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5 import terminal
+from rosetta_t5.cli.finetune.choices import Monitor
 from rosetta_t5.cli.finetune.methods import METHODS, RATE
 from rosetta_t5.cli.finetune.recipe import SEED, make_recipe
 from rosetta_t5.cli.finetune.rows import open_data
@@ -89,7 +90,7 @@ def finetune(options: argparse.Namespace) -> int:
     raise ConfigError("--steps and --epochs both set TRAIN_STEPS: give one of them")
   given = parse_command_line(["rosetta-t5 finetune", *options.flags])
   data = open_data(options)
-  text, monitored = make_recipe(options, data, given.gin_file, given.gin_bindings)
+  text, monitor = make_recipe(options, data, given.gin_file, given.gin_bindings)
   if options.dry_run:
     print(text)
     return 0
@@ -103,7 +104,7 @@ def finetune(options: argparse.Namespace) -> int:
   from rosetta_t5 import train
 
   train.main(["rosetta-t5 train", f"--gin_file={file}", *options.flags])
-  print(_closing_text(options, monitored))
+  print(_closing_text(options, monitor))
   return 0
 
 
@@ -113,7 +114,7 @@ def _check_same_settings(file: pathlib.Path, text: str) -> None:
   from rosetta_t5.config import changes_since
   from rosetta_t5.config.language.statements import read_program
 
-  if not file.exists() and (latest_step(file.parent) or is_hugging_face(file.parent)):
+  if not file.exists() and (latest_step(file.parent) is not None or is_hugging_face(file.parent)):
     raise ConfigError(f"--out {file.parent} has another model: choose a new folder for the run")
   if not file.exists() or latest_step(file.parent) is None:
     return
@@ -125,20 +126,18 @@ def _check_same_settings(file: pathlib.Path, text: str) -> None:
     )
 
 
-def _closing_text(options: argparse.Namespace, monitored: str) -> str:
+def _closing_text(options: argparse.Namespace, monitor: Monitor) -> str:
   """Returns the best checkpoint and the commands that use it."""
   from rosetta_t5.checkpoints import all_steps
   from rosetta_t5.checkpoints.saved_items import populate_metrics_for_steps
 
   steps, folder = all_steps(options.out), options.out
-  values = populate_metrics_for_steps(folder, monitored, steps)
-  sign = -1 if monitored.startswith("training_eval") else 1  # a loss
+  values = populate_metrics_for_steps(folder, f"{monitor.folder}/{monitor.name}", steps)
+  sign = -1 if monitor.mode == "min" else 1
   best = max(steps, key=lambda step: (sign * values.get(step, -sign * math.inf), step))
   if best != steps[-1]:
     folder = f"{folder}/checkpoint_{best}"
-  value = (
-    f": {monitored.rpartition('/')[2]} {values[best]:.4g}" if best in values and sign > 0 else ""
-  )
+  value = f": {monitor.name} {values[best]:.4g}" if best in values else ""
   return (
     f"\nThe best checkpoint is checkpoint_{best}{value}. Commands to try next:\n"
     f"  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl\n"

@@ -16,8 +16,8 @@ _WARMUP_SHARE = 0.06  # of the steps, as T-Few (arXiv:2205.05638)
 _RANK = 16  # of LoRA, where it is chosen because full finetuning does not fit
 _FROZEN = {
   None: "",
-  "bfloat16": "float32 does not fit; rounds the frozen parameters to 8 bits",
-  "int8": "bfloat16 does not fit; rounds the frozen kernels to 8 bits, which costs accuracy",
+  "bfloat16": "float32 does not fit, so the frozen parameters are in bfloat16",
+  "int8": "bfloat16 does not fit, so the frozen kernels are in int8, which costs accuracy",
 }
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rosetta_t5.cli.finetune import choices
-from rosetta_t5.cli.finetune.choices import Choice, Code
+from rosetta_t5.cli.finetune.choices import Choice, Code, Monitor
 from rosetta_t5.cli.finetune.methods import candidates
 from rosetta_t5.user_errors import ConfigError
 
@@ -35,8 +36,8 @@ _USABLE = {"CPU": 0.5, "GPU": 0.9}
 
 def make_recipe(
   options: argparse.Namespace, data: Any, files: Sequence[str], bindings: Sequence[str]
-) -> tuple[str, str]:
-  """Returns the gin file, and the value by which checkpoints are compared, as RUN/TAG.
+) -> tuple[str, Monitor]:
+  """Returns the gin file, and the value by which checkpoints are compared.
 
   Args:
     options: the values of the command's arguments.
@@ -89,7 +90,7 @@ def make_recipe(
   }
   head = (
     f"# What `rosetta-t5 finetune` chose for {options.model}.\n#\n# Command   python -m t5x.train "
-    f"--gin_file={os.path.join(options.out, 'finetune.gin')}\n\ninclude 'gin/runs/finetune.gin'\n\n"
+    f"--gin_file={shlex.quote(os.path.join(options.out, 'finetune.gin'))}\n\ninclude 'gin/runs/finetune.gin'\n\n"
     f"# The model, as in {options.model}.\n{statements}\n{_IMPORTS}"
   )
   own = [f"include {file!r}" for file in files] + list(bindings)
@@ -100,9 +101,7 @@ def make_recipe(
     memory = _memory_choices("\n".join([text, *own]), devices[1], candidate is found_candidates[-1])
     if memory:
       break
-  return "\n".join(
-    [text, *_lines({"Memory": memory}), *own, ""]
-  ), f"{monitor.folder}/{monitor.name}"
+  return "\n".join([text, *_lines({"Memory": memory}), *own, ""]), monitor
 
 
 def _lines(sections: Mapping[str, Sequence[Choice]]) -> list[str]:
@@ -137,13 +136,13 @@ def _model_choices(
   return found
 
 
-def _memory_choices(text: str, device: str, is_last: bool) -> list[Choice]:
+def _memory_choices(text: str, device: str, must_fit: bool) -> list[Choice]:
   """Returns the microbatches and the rematerialization with which a step of a recipe fits.
 
   Args:
     text: the gin file, without these choices. It is checked as `rosetta-t5 check` does.
     device: "CPU" or "GPU".
-    is_last: whether to raise an error if a step does not fit; else the result is [].
+    must_fit: whether it is an error that a step does not fit; otherwise the result is then [].
 
   Raises:
     ValueError: the gin file is wrong, or a step does not fit.
@@ -157,14 +156,14 @@ def _memory_choices(text: str, device: str, is_last: bool) -> list[Choice]:
 
   def describe(resolved: Any) -> list[Any]:
     if not resolved.problems.messages:
-      found.extend(_fitting_choices(Plan(resolved), device, is_last))
+      found.extend(_fitting_choices(Plan(resolved), device, must_fit))
     return []
 
   dry_run(parse_command_line(["rosetta-t5", f"--gin_bindings={text}"]), train, describe)
   return found
 
 
-def _fitting_choices(plan: Any, device: str, is_last: bool) -> list[Choice]:
+def _fitting_choices(plan: Any, device: str, must_fit: bool) -> list[Choice]:
   from rosetta_t5.out_of_memory import device_memory
   from rosetta_t5.parallel.data_layout import check_batch_size
   from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches
@@ -177,7 +176,7 @@ def _fitting_choices(plan: Any, device: str, is_last: bool) -> list[Choice]:
   options = [work.replace(remat_policy=policy) for policy in policies]
   limit = _USABLE[device] * available
   fits = next(filter(None, (fewest_microbatches(each, memory, limit) for each in options)), None)
-  if fits is None and not is_last:
+  if fits is None and not must_fit:
     return []
   if fits is None:
     needed = sum(memory.step(options[-1]).values())

@@ -21,8 +21,8 @@ _EVAL_PERCENT, _EVAL_ROWS = 10.0, 500
 _OF_FILES = ("inputs", "targets", "eval", "metrics")
 # The splits of a folder of files, by the names of files or of folders in it.
 _SPLITS = {
-  "train": re.compile(r"(^|/)train(?![a-z])"),
-  "validation": re.compile(r"(^|/)(validation|valid|val|dev)(?![a-z])"),
+  "train": re.compile(r"(^|[/_.-])train(?![a-z])"),
+  "validation": re.compile(r"(^|[/_.-])(validation|valid|val|dev)(?![a-z])"),
 }
 
 
