@@ -170,8 +170,7 @@ def train(
     state, manager = checkpoints.create_checkpoint_manager_and_restore(
       initializer, partitioner, restore_cfg, restore_path, init_rng, save_cfg, model_dir, feed
     )
-    if state is None:
-      state = initializer.from_scratch(init_rng)
+    state = initializer.from_scratch(init_rng) if state is None else state
     first_step = int(jax.block_until_ready(state).step)
   # The steps at which the run began, and to which its steps are relative; a restart finds them.
   facts["first_step"] = earlier_facts.get("first_step", first_step)
@@ -182,9 +181,7 @@ def train(
     # A finetuning run keeps the checkpoint with which it began, also after a restart.
     given = checkpoint_cfg.restore and checkpoint_cfg.restore.paths()
     base = (earlier_facts.get(checkpoints.STARTED_FROM) or manager.restored_from) if given else None
-    changes = restore_cfg.state_transformation_fns if restore_cfg else ()
-    about_base = (manager.restored_from, model_dir, state.params, earlier_facts, changes)
-    facts |= checkpoints.adapter_facts(model.adapter, *about_base)
+    facts |= checkpoints.adapter_facts(model.adapter, manager, state.params, earlier_facts)
     manager.begin_run({**facts, checkpoints.STARTED_FROM: base})
 
   # Trainer. It owns the state from here on: each step donates the state before it.

@@ -251,7 +251,8 @@ class TrainLoop:
 
   def _check_values(self, values: Mapping[str, float]) -> None:
     """Raises an error if the state after this step must not be saved."""
-    record, params = self.trainer.first_nonfinite, trained_params(self.trainer.train_state)
+    record = self.trainer.first_nonfinite
+    params = None if record is None else trained_params(self.trainer.train_state)
     run_metrics.raise_if_nonfinite(record, params, self.manager, values, self._step)
 
   def _restore_after_skips(self) -> None:

@@ -47,4 +47,4 @@ def planned_work(
 def activation_bytes(work: Workload) -> float:
   """Returns what a step needs besides the train state, which is empty here."""
   gradients = [0.0] * len(work.activations.segments)
-  return sum(StateMemory({"params": 0.0}, gradients).step(work).values())
+  return sum(StateMemory({"params": 0.0}, 0.0, gradients).step(work).values())

@@ -73,7 +73,7 @@ def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
   assert all(len(set(text)) == len(text) for _, texts in both for text in texts)
   assert all(worse <= best for worse, best in aux["scores"])
   assert [text.shape for _, text in both] == [(2,), (2,)]
-  with pytest.raises(ValueError, match=r"InferenceType.SCORE, got 'score'"):
+  with pytest.raises(ValueError, match=r"InferenceType.EMBED, got 'score'"):
     model.infer_with_preprocessors("score", EXAMPLES, default_preprocessors())
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,24 +26,21 @@ _OWN = ("kernel", "bias")
 
 def adapter_facts(
   adapter: adapters.Adapter | None,
-  restored_from: str | None,
-  model_dir: epath.PathLike,
+  manager: Any,
   params: Mapping[str, Any],
   earlier_facts: Mapping[str, Any],
-  transformations: Sequence[Any] = (),
 ) -> dict[str, Any]:
   """Returns the run fact of a run's adapter: its settings, and its base; {} without an adapter.
 
-  Of the base it has the path, the names of the parameters that are not stored again, and their fingerprint.
+  Of the base it has the path, the names of the parameters that are not stored again, and their fingerprint. All
+  parameters are stored if nothing was restored, if the checkpoint is in MODEL_DIR, where it may be deleted, or if its
+  arrays were changed otherwise than in size.
 
   Args:
     adapter: the model's adapter.
-    restored_from: the checkpoint that was restored; None for none. All parameters are stored without one, if it
-      is in MODEL_DIR, where it may be deleted, or if its arrays were changed otherwise than in size.
-    model_dir: MODEL_DIR.
+    manager: the manager of the run's checkpoints, after the restore.
     params: the run's parameters.
     earlier_facts: the facts with which the run continues.
-    transformations: those of the restored state.
 
   Raises:
     ValueError: the run continues one with another method.
@@ -54,15 +51,13 @@ def adapter_facts(
   if earlier := earlier_facts.get(ADAPTER):
     if earlier["method"] != settings["method"]:
       raise ValueError(
-        f"the run in MODEL_DIR {model_dir} trains {earlier['method']}, and this one {settings['method']}: set an "
+        f"the run in MODEL_DIR {manager.directory} trains {earlier['method']}, and this one {settings['method']}: set an "
         "empty MODEL_DIR, and INITIAL_CHECKPOINT_PATH to the checkpoint from which to start"
       )
     return {ADAPTER: {**earlier, **settings}}
-  base, changes = (
-    restored_from,
-    [x for x in transformations if x is not state_dicts.resize_vocabulary],
-  )
-  is_own = base is not None and epath.Path(base).parent == epath.Path(model_dir)
+  base, changes = manager.restored_from, {*manager.restore_changes}
+  is_own = base is not None and epath.Path(base).parent == manager.directory
+  changes -= {state_dicts.resize_vocabulary}
   if base is None or changes or is_own or _is_merged(flat, adapter_fact(base)):
     return {ADAPTER: {**settings, "base": None}}
   expected = {name: x for name, x in flat.items() if not adapter.is_trained(_name(name))}

@@ -55,6 +55,7 @@ class OrbaxCheckpointManagerInterface:
     strict: whether names in a checkpoint that the train state does not have are an error.
     restores_dataset: whether `restore` also moves the dataset iterator to its stored position.
     restored_from: the checkpoint that `restore` read last.
+    restore_changes: the transformations with which it did.
   """
 
   user_save: Callable[..., Any] | None = None
@@ -63,6 +64,7 @@ class OrbaxCheckpointManagerInterface:
   strict: bool = True
   restores_dataset: bool = True
   restored_from: str | None = None
+  restore_changes: Sequence[RestoreTransformation] = ()
 
   def __init__(
     self,
@@ -257,7 +259,7 @@ class OrbaxCheckpointManagerInterface:
     """
     del lazy_parameters
     folder = epath.Path(path or checkpoint_folders.select_checkpoint(self.directory, step))
-    self.restored_from = os.fspath(folder)
+    self.restored_from, self.restore_changes = os.fspath(folder), state_transformation_fns
     if self.user_restore is not None:
       return self.user_restore(
         path=self.restored_from,

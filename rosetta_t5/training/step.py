@@ -60,10 +60,13 @@ def train_step(
   metrics |= learning_rate_metrics(learning_rate)
   metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
-  if weight_metrics:  # They compare trees of all parameters.
-    no_grads = jax.tree.map(jnp.zeros_like, state.params)
-    metrics |= weight_metrics(replace_part(no_grads, grads), state, new_state)
+  metrics |= weight_metrics(_of_all(grads, state), state, new_state) if weight_metrics else {}
   return new_state, metrics
+
+
+def _of_all(grads: PyTree, state: State) -> PyTree:
+  """Returns gradients of all parameters, zero for those that are not trained."""
+  return replace_part(jax.tree.map(jnp.zeros_like, state.params), grads)
 
 
 def _step_loss(

@@ -123,7 +123,7 @@ def test_a_state_that_fits_no_configuration_is_reported(capsys):
 def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
   config = T5Config(vocab_size=32128, emb_dim=1024, mlp_dim=2816, num_heads=16, dtype="bfloat16")
   work = planned_work(config, {"encoder": 512, "decoder": 128}, 32, {"data": 1}, kernel="cudnn")
-  memory = StateMemory({"params": 1e9}, [0.0] * len(work.activations.segments))
+  memory = StateMemory({"params": 1e9}, 1e9, [0.0] * len(work.activations.segments))
 
   def seconds(**changes):
     step = work.replace(**changes)

@@ -137,7 +137,7 @@ def test_a_check_reads_the_first_rows_of_files(check, isolated_registries):
   assert rows["examples"].startswith(f"400 in all; {truncated}; 100 steps are about")
   status, _, output = check("--gin_file=rows.gin", "--gin.data.file_task.targets='Answer'")
   assert status == 2
-  assert "rows.csv, line 2: no column 'Answer' among 'question', 'answer'" in output
+  assert "rows.csv, line 2: no column 'Answer' (did you mean 'answer'?) among" in output
   lengths = "{'inputs': 16, 'targets': 4}"
   status, _, output = check("--gin_file=rows.gin", f"--gin.TASK_FEATURE_LENGTHS={lengths}")
   assert status == 2

@@ -16,6 +16,8 @@ PARAMS = {"a": jnp.ones((100, 20)), "b": jnp.ones(5)}
 class Model:
   """A model of which the header shows the name."""
 
+  adapter = optimizer_def = None
+
 
 def setup(partitioner=None, lengths=None, save_cfg=None):
   partitioner = partitioner or types.SimpleNamespace(
