@@ -110,6 +110,7 @@ def test_the_predictions_of_the_last_evaluation_are_of_rows_that_were_not_traine
   assert f"{len(evaluated)} rows that are never trained on; {ROWS - len(evaluated)} are" in text
 
 
+@pytest.mark.slow
 def test_the_commands_that_it_suggests_run(finished, given, tmp_path):
   _, _, out = finished
   suggested = re.search(r"rosetta-t5 (infer .*) --input new_rows.jsonl", out)[1].split()

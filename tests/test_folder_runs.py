@@ -72,7 +72,14 @@ def make_folder(path, family):
   return path
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The others take half a minute each.
+_FAST = ("llama", "t5gemma")
+
+
+@pytest.fixture(
+  scope="module",
+  params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in _FAST)) for name in FAMILIES],
+)
 def found(request, tmp_path_factory):
   """Returns (the family, its folder, a file of rows)."""
   root = tmp_path_factory.mktemp("folder")

@@ -162,7 +162,9 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize("method", ADDED)
+@pytest.mark.parametrize(
+  "method", ["Norms", *(pytest.param(x, marks=pytest.mark.slow) for x in ("LoRA", "IA3"))]
+)
 def test_each_method_trains_its_parameters(found, method, tmp_path):
   names, bindings = ADDED[method]
   adapter = f"models.{{model}}.adapter=@adapters.{method}()"
@@ -185,6 +187,7 @@ def test_a_run_is_not_continued_with_another_method(found, adapted, tmp_path):
     train(found, tmp_path / "run", *ia3, *ADAMW, imports=[IMPORT])
 
 
+@pytest.mark.slow
 def test_another_method_starts_from_the_merged_run_and_stores_all_parameters(
   found, adapted, tmp_path
 ):
@@ -203,6 +206,7 @@ def test_an_adapter_is_opened_in_bfloat16(adapted):
   assert jax.tree.leaves(opened.state.params)[0].dtype == jax.numpy.bfloat16
 
 
+@pytest.mark.slow
 def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_path):
   if found[0] != "t5gemma":
     pytest.skip("a decoder has no encoder")
@@ -238,6 +242,7 @@ def test_an_adapter_is_written_for_peft_and_opened_again(found, adapted, tmp_pat
   assert any("logits of the adapter here and of the folder" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
   folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
   start = f"INITIAL_CHECKPOINT_PATH={str(folder)!r}"

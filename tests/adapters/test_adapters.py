@@ -128,8 +128,11 @@ def one_kernel(adapter, module, w, added):
 
 
 ADDED = ("kernel_scale", "lora_a", "lora_b", "dora_magnitude", "ia3_scaling")
-PAIRS = [(name, "layers") for name in ADAPTERS] + [("dora", "scanned"), ("ia3", "scanned")]
+PAIRS = [("rslora with patterns", "layers"), ("dora", "scanned"), ("ia3", "layers")]
 PAIRS += [("lora", "fused"), ("int8", "own output layer")]
+_SLOW = [(name, "layers") for name in ADAPTERS if (name, "layers") not in PAIRS]
+_SLOW.append(("ia3", "scanned"))
+PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW]
 
 
 @pytest.mark.parametrize(("name", "layers"), PAIRS)
