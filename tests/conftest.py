@@ -75,11 +75,17 @@ def shape_checks(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_methods_in_gin() -> None:
-  """Unregisters the methods of which earlier tests have set arguments: gin then refuses subclasses."""
+def empty_gin_config() -> None:
+  """Removes what earlier files have left in gin: bindings, and the lock, which refuses registrations.
+
+  Methods of which they have set arguments are unregistered: gin then refuses subclasses.
+  """
   if "gin" in sys.modules:
+    import gin
+
     from rosetta_t5.config.language import gin_internals
 
+    gin.clear_config()
     for configurable in gin_internals.registered_configurables():
       if configurable.is_method:
         gin_internals.unregister(configurable.wrapped)
