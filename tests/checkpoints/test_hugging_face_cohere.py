@@ -61,7 +61,7 @@ def test_a_folder_that_is_converted_and_back_is_the_same(tmp_path):
 @pytest.mark.parametrize(
   ("changes", "text"),
   [
-    ({"use_qk_norm": True}, "use_qk_norm must be False, got True"),
+    ({"use_qk_norm": True}, "use_qk_norm = True is not supported for cohere"),
     ({"hidden_act": "elu"}, "hidden_act must be one of relu"),
   ],
 )

@@ -203,7 +203,7 @@ def make_config_and_weights(
   name = model_type or derived
   if name not in family.MODEL_TYPES:
     raise ValueError(f"--model-type must be one of {', '.join(family.MODEL_TYPES)} for this model")
-  dtype = arrays[family.EMBEDDING].dtype.name
+  table = next(x for name, x in arrays.items() if name.endswith("token_embedder/embedding"))
   is_same = source_config.get("model_type") in family.MODEL_TYPES
   kept = {key: source_config[key] for key in source_config if is_same and key not in _NOT_KEPT}
   config = {
@@ -213,8 +213,7 @@ def make_config_and_weights(
     **family.make_config(arrays, network, name, source_config, ids_are_shifted),
     "model_type": name,
     "architectures": [architecture(name, network)],
-    "dtype": dtype,
-    "torch_dtype": dtype,
+    **dict.fromkeys(("dtype", "torch_dtype"), table.dtype.name),
     "transformers_version": "5.0.0",
   }
   return config, family.make_weights(arrays, config)

@@ -1,9 +1,10 @@
-"""The entries of config.json that describe the layers of Llama, Qwen and Gemma, and their weights.
+"""The entries of config.json that describe the layers of Llama, Qwen, Gemma and Cohere, and their weights.
 
 Transformers 4 and 5 name some of these entries differently (`rope_scaling` and `rope_parameters`,
 `sliding_window_pattern` and `layer_types`). Both are read, and those of Transformers 5 are written.
 """
 
+import math
 import re
 from typing import Any
 
@@ -66,6 +67,18 @@ CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
     "rope_local_base_freq": 10_000.0,
   },
   "t5_gemma_module": _GEMMA_2,
+  "cohere": _LLAMA
+  | {
+    "vocab_size": 256_000,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 5,
+    "eos_token_id": 255_001,
+  },
 }
 # Entries of Transformers 4, which Transformers 5 replaced; they are read but not written.
 SUPERSEDED = (
@@ -102,6 +115,8 @@ _MATRICES = {
   "mlp.up_proj": "mlp/wi_1",
   "mlp.down_proj": "mlp/wo",
 }
+# Fields that may differ where a network computes the same; `_query_factor` has what the last two mean.
+_EQUIVALENT = ("num_kv_heads", "layer_pattern", "scale_queries", "query_scale")
 _HEAD_NORMS = {
   "self_attn.q_norm": "{attention}/query_norm",
   "self_attn.k_norm": "{attention}/key_norm",
@@ -178,7 +193,7 @@ def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
   head_dim = config.get("head_dim") or width // heads
   is_gemma = "query_pre_attn_scalar" in config
   # Transformers ignores the soft limit of attention in Gemma 3.
-  is_gemma_3 = config["model_type"] == "gemma3_text"
+  is_gemma_3, is_cohere = (config["model_type"] == x for x in ("gemma3_text", "cohere"))
   entry = "hidden_activation" if is_gemma else "hidden_act"
   return {
     "positions": "rotary",
@@ -186,9 +201,14 @@ def read_layers(config: Config, width: int, layers: int) -> dict[str, Any]:
     "num_kv_heads": config.get("num_key_value_heads") or heads,
     "head_dim": head_dim,
     "mlp_activations": (name_tables.our_activation(entry, config[entry]), "linear"),
-    "norm": "rms_plus_one" if is_gemma else "rms",
-    "norm_epsilon": config["rms_norm_eps"],
+    "norm": "rms_plus_one" if is_gemma else "layer_without_bias" if is_cohere else "rms",
+    "norm_epsilon": config["layer_norm_eps" if is_cohere else "rms_norm_eps"],
     "post_norms": is_gemma,
+    "parallel_blocks": is_cohere,
+    "rope_interleaved": is_cohere,
+    "logit_scale": config.get("logit_scale", 1.0),
+    "use_bias": False,
+    "num_experts": 0,
     "scale_queries": not is_gemma,
     "query_scale": config["query_pre_attn_scalar"] ** -0.5 if is_gemma else None,
     "embedding_scale": width**0.5 if is_gemma else 1.0,
@@ -290,12 +310,14 @@ def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str
     "num_attention_heads": cfg.num_heads,
     "num_key_value_heads": cfg.kv_heads,
     "head_dim": cfg.head_dim,
-    "rms_norm_eps": cfg.norm_epsilon,
+    "layer_norm_eps" if model_type == "cohere" else "rms_norm_eps": cfg.norm_epsilon,
     "max_position_embeddings": cfg.max_length,
     "rope_parameters": ropes if model_type == "gemma3_text" else full,
   }
   if model_type != "qwen2":
     entries["attention_bias"] = cfg.attention_bias
+  if model_type == "cohere":
+    return entries | {"hidden_act": activation, "logit_scale": cfg.logit_scale}
   if model_type == "llama":
     return entries | {"hidden_act": activation, "mlp_bias": cfg.mlp_bias}
   entries["layer_types"] = types
@@ -304,68 +326,31 @@ def write_layers(network: NetworkConfig, side: str, model_type: str) -> dict[str
     return entries | {"hidden_act": activation, "use_sliding_window": bool(window), **window}
   return entries | {
     "hidden_activation": activation,
-    "query_pre_attn_scalar": _query_scalar(cfg),
+    "query_pre_attn_scalar": round(_query_factor(cfg) ** -2),  # an integer
     **({} if model_type == "gemma3_text" else {"attn_logit_softcapping": cfg.attention_softcap}),
     "final_logit_softcapping": cfg.logit_softcap,
     **({"sliding_window": cfg.window} if cfg.window else {}),
   }
 
 
-def _query_scalar(config: NetworkConfig) -> int:
-  """Returns `query_pre_attn_scalar`, which Transformers requires to be an integer."""
-  scale = config.query_scale or config.head_dim**-0.5
-  scalar = round(scale**-2)
-  if abs(scalar**-0.5 - scale) > 1e-6 * scale:
-    raise ValueError(f"Transformers needs a query_scale of 1/√n for an integer n, got {scale}")
-  return scalar
+def _query_factor(config: NetworkConfig) -> float:
+  """Returns what queries are multiplied by."""
+  is_scaled = config.scale_queries or config.scale_attn_logits
+  return config.query_scale or (config.head_dim**-0.5 if is_scaled else 1.0)
 
 
-# The values of fields of `NetworkConfig` that all of these models have.
-_SHARED_FIELDS: dict[str, Any] = {
-  "positions": "rotary",
-  "rope_interleaved": False,
-  "parallel_blocks": False,
-  "divide_tied_logits": False,
-  "logit_scale": 1.0,
-  "use_bias": False,
-  "num_experts": 0,
-}
-_LLAMA_FIELDS: dict[str, Any] = _SHARED_FIELDS | {
-  "norm": "rms",
-  "post_norms": False,
-  "qk_norm": False,
-  "qkv_bias": False,
-  "attention_softcap": None,
-  "logit_softcap": None,
-  "local_rope_theta": None,
-}
-_GEMMA_FIELDS = _SHARED_FIELDS | {
-  "norm": "rms_plus_one",
-  "post_norms": True,
-  "qkv_bias": False,
-  "mlp_bias": False,
-}
-# The values of fields of `NetworkConfig` that Transformers' models of a type have.
-REQUIRED: dict[str, dict[str, Any]] = {
-  "llama": _LLAMA_FIELDS | {"window": None},
-  "qwen2": _LLAMA_FIELDS | {"qkv_bias": True, "attention_bias": False, "mlp_bias": False},
-  "qwen3": _LLAMA_FIELDS | {"qk_norm": True, "mlp_bias": False},
-  "gemma2": _GEMMA_FIELDS | {"qk_norm": False, "local_rope_theta": None},
-  "gemma3_text": _GEMMA_FIELDS | {"qk_norm": True, "attention_softcap": None},
-}
-REQUIRED["t5_gemma_module"] = REQUIRED["gemma2"]
+def wrong_fields(network: NetworkConfig, side: str, model_type: str) -> list[str]:
+  """Returns the fields of a stack's config that are others after a model of this type is written and read."""
+  cfg = network.of_side(side)
+  entries = {**CLASS_DEFAULTS[model_type], **write_layers(network, side, model_type)}
+  read = read_layers({**entries, "model_type": model_type}, cfg.emb_dim, network.layers_of(side))
+  different = [name for name, x in read.items() if not _are_equal(x, getattr(cfg, name))]
+  wrong = [name for name in different if name not in _EQUIVALENT]
+  factor = read["query_scale"] or cfg.head_dim**-0.5
+  return wrong + ["query_scale"] * (not _are_equal(factor, _query_factor(cfg)))
 
 
-def wrong_fields(network: NetworkConfig, model_type: str) -> list[str]:
-  """Returns the fields of one stack's config whose values Transformers' models of a type cannot have."""
-  wrong = [name for name, value in REQUIRED[model_type].items() if getattr(network, name) != value]
-  is_gemma = network.norm == "rms_plus_one"
-  is_scaled = network.scale_queries or network.scale_attn_logits
-  scale = network.query_scale or (network.head_dim**-0.5 if is_scaled else None)
-  if scale is None or not (is_gemma or abs(scale * network.head_dim**0.5 - 1) < 1e-6):
-    wrong.append("query_scale")
-  if abs(network.embedding_scale - (network.emb_dim**0.5 if is_gemma else 1)) > 1e-6:
-    wrong.append("embedding_scale")
-  if len(network.mlp_activations) != 2 or network.mlp_activations[1] != "linear":
-    wrong.append("mlp_activations")
-  return wrong
+def _are_equal(a: Any, b: Any) -> bool:
+  if isinstance(a, float) and isinstance(b, float):
+    return math.isclose(a, b, rel_tol=1e-6)
+  return bool(tuple(a) == tuple(b) if isinstance(a, tuple) else a == b)

@@ -194,7 +194,7 @@ def _read_prompt(
 
 def prompt_scale(arrays: Arrays, width: int) -> float:
   """Returns by what Transformers multiplies a prompt: T5Gemma scales embedded inputs after they are joined."""
-  is_t5gemma = "t5gemma" in find_family(arrays).MODEL_TYPES
+  is_t5gemma = "target/encoder/token_embedder/embedding" in arrays
   return math.sqrt(width) if is_t5gemma else 1.0
 
 

@@ -6,7 +6,6 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
                     an encoder-decoder's}
   IS_DECODER        whether the networks are decoders (TransformerConfig), else T5s (T5Config)
   SHIFTS_IDS        whether our ids are one higher, because id 0 is not padding there
-  EMBEDDING         our name of the table of tokens, whose dtype is the model's
   FIXED             entries of config.json with the only value that our networks support, the default
   CLASS_DEFAULTS    {model_type: entries of config.json that mean this where a folder leaves them out}
   DEFAULTS          entries of config.json for a model that does not come from one

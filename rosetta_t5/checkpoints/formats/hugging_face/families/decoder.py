@@ -1,4 +1,4 @@
-"""Reads and writes the weights of Transformers' Llama 3, Qwen 2.5 and 3, Gemma 2 and 3 as those of a decoder.
+"""Reads and writes the weights of Transformers' Llama 3, Qwen 2.5 and 3, Gemma 2 and 3, Cohere as those of a decoder.
 
 Padding is token 0 in our networks. If a folder has no padding token, or pads with another token, our ids are
 therefore one higher than its ids. Row 0 of our tables, which nothing reads, is then a copy of the start token's
@@ -23,6 +23,7 @@ MODEL_TYPES = {
   "qwen3": "Qwen3ForCausalLM",
   "gemma2": "Gemma2ForCausalLM",
   "gemma3_text": "Gemma3ForCausalLM",
+  "cohere": "CohereForCausalLM",  # Command R, Aya 23
 }
 IS_DECODER = True
 SHIFTS_IDS = True
@@ -34,12 +35,10 @@ SIZES: dict[str, Any] = {name: {} for name in MODEL_TYPES}  # make_config writes
 _ROWS_MULTIPLE = 128
 IGNORED = re.compile(r".*\.inv_freq")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_LLAMA_NORMS = {
-  "input_layernorm": "pre_self_attention_layer_norm",
-  "post_attention_layernorm": "pre_mlp_layer_norm",
-}
+_COHERE_NORMS = {"input_layernorm": "pre_self_attention_layer_norm"}
+_LLAMA_NORMS = {**_COHERE_NORMS, "post_attention_layernorm": "pre_mlp_layer_norm"}
 _GEMMA_NORMS = {
-  "input_layernorm": "pre_self_attention_layer_norm",
+  **_COHERE_NORMS,
   "post_attention_layernorm": "post_self_attention_layer_norm",
   "pre_feedforward_layernorm": "pre_mlp_layer_norm",
   "post_feedforward_layernorm": "post_mlp_layer_norm",
@@ -47,9 +46,10 @@ _GEMMA_NORMS = {
 
 
 def has(arrays: Arrays) -> bool:
-  """Returns whether weights are a decoder's with a norm before its gated feed-forward block and no positions."""
+  """Returns whether weights are a decoder's with a gated feed-forward block, and no positions."""
   first = "target/decoder/layers_0"
-  needed = (f"{first}/pre_mlp_layer_norm/scale", f"{first}/mlp/wi_1/kernel", EMBEDDING)
+  norm = f"{first}/pre_self_attention_layer_norm/scale"
+  needed = (norm, f"{first}/mlp/wi_1/kernel", EMBEDDING)
   return all(name in arrays for name in needed) and not any(
     name.startswith("target/encoder/") or name.endswith(("_embedding", "_norm/bias"))
     for name in arrays
@@ -58,7 +58,9 @@ def has(arrays: Arrays) -> bool:
 
 def weight_table(config: Config) -> list[WeightMapping]:
   """Returns the table of every weight that a model may have."""
-  norms = _GEMMA_NORMS if config["model_type"].startswith("gemma") else _LLAMA_NORMS
+  name = config["model_type"]
+  norms = _GEMMA_NORMS if name.startswith("gemma") else _LLAMA_NORMS
+  norms = _COHERE_NORMS if name == "cohere" else norms
   return [
     WeightMapping(_TABLE, (EMBEDDING,)),
     WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
@@ -124,7 +126,7 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
       "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
       "config.gin of the run that trained it, or to the config.json that it came with"
     )
-  wrong = {name: layer_settings.wrong_fields(network, name) for name in MODEL_TYPES}
+  wrong = {name: layer_settings.wrong_fields(network, "decoder", name) for name in MODEL_TYPES}
   for name in (str(source.get("model_type")), *MODEL_TYPES):
     if wrong.get(name) == []:
       return name
@@ -136,7 +138,7 @@ def make_config(
   arrays: Arrays, network: TransformerConfig, model_type: str, source: Config, is_shifted: bool
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's; see `families`."""
-  if wrong := layer_settings.wrong_fields(network, model_type):
+  if wrong := layer_settings.wrong_fields(network, "decoder", model_type):
     raise ValueError(f"Transformers' {model_type} needs other values of {', '.join(wrong)}")
   start = network.decoder_start_token_id
   ids: dict[str, Any] = {}
