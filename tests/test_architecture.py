@@ -22,6 +22,7 @@ PACKAGES = (
   "eval",
   "infer",
   "interactive",
+  "serving",
   "export",
   "precompile",
   "gpu_program",

@@ -97,7 +97,7 @@ def apply_controls(
   """
   position_Nx1 = position[:, None]
   if controls.repetition_penalty != 1.0:
-    logits = _penalize_repetition(logits, tokens, position_Nx1, controls.repetition_penalty)
+    logits = penalize_repetition(logits, tokens, position_Nx1, controls.repetition_penalty)
   if controls.no_repeat_ngram_size:
     logits = _forbid_ngrams(logits, tokens, position_Nx1, controls.no_repeat_ngram_size)
   ends = [(end,) for end in end_ids(eos_id)]
@@ -111,9 +111,10 @@ def apply_controls(
   return logits
 
 
-def _penalize_repetition(
-  logits_NV: jax.Array, tokens_NL: jax.Array, position_Nx1: jax.Array, penalty: float
+def penalize_repetition(
+  logits_NV: jax.Array, tokens_NL: jax.Array, position_Nx1: jax.Array, penalty: float | jax.Array
 ) -> jax.Array:
+  """Returns the logits [N, V] with those of the tokens so far made smaller; `penalty` may be [N, 1]."""
   is_past = jnp.arange(tokens_NL.shape[1])[None] <= position_Nx1
   scores_NL = jnp.take_along_axis(logits_NV, tokens_NL, axis=1)
   scores_NL = jnp.where(scores_NL < 0, scores_NL * penalty, scores_NL / penalty)
@@ -219,14 +220,14 @@ def float32_bsearch(
 
 def topk_mask(
   x: Float[Array, "*batch vocab"],
-  k: int | Int32[Array, ""],
+  k: int | Int32[Array, "*#batch"],
   replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
   """Returns `x` with all but the k largest entries of each row replaced; ties with the k-th are kept.
 
   Args:
     x: the rows.
-    k: the number of entries to keep; may be traced.
+    k: the number of entries to keep, one for all rows or one for each; may be traced.
     replace_val: the value of the other entries.
   """
 
@@ -241,14 +242,15 @@ def topk_mask(
 
 def topp_mask(
   logits: Float[Array, "*batch vocab"],
-  p: float | Float[Array, ""],
+  p: float | Float[Array, "*#batch"],
   replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
   """Returns `logits` with all but the most probable entries, whose total probability is p, replaced.
 
   Args:
     logits: the rows.
-    p: the total probability that the smallest set of kept entries reaches; may be traced.
+    p: the total probability that the smallest set of kept entries reaches, one for all rows or one
+      for each; may be traced.
     replace_val: the value of the other entries.
   """
   probs = jax.nn.softmax(logits, axis=-1)

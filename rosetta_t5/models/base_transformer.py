@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,17 +11,16 @@ import jax.numpy as jnp
 from flax.core import freeze, unfreeze
 from jaxtyping import Array, Float
 
-from rosetta_t5 import decoding
 from rosetta_t5.adapters import Adapter
 from rosetta_t5.adapters.optimizer import AdapterOptimizer
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
-from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
+from rosetta_t5.models.base_model import Batch, PyTree
 from rosetta_t5.models.batch_metrics import Metrics, add_expert_losses, compute_base_metrics
-from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.models.decoding_model import DecodingModel
 from rosetta_t5.training import losses
 
 
-class BaseTransformerModel(BaseModel):
+class BaseTransformerModel(DecodingModel):
   """The loss, the scores and the decoding that encoder-decoder and decoder-only models share."""
 
   # The defaults also hold for a subclass whose `__init__` does not call this one.
@@ -273,105 +271,6 @@ class BaseTransformerModel(BaseModel):
       "token_scores": (scores_BT,),
     }
     return scores_B, intermediates
-
-  @property
-  def _decode_method(self) -> Callable[..., Any] | None:
-    """The module's method that computes a decoding step; None for `__call__`."""
-    return None
-
-  def _decode_step(
-    self, variables: PyTree, context: Any, tokens_N1: jax.Array, length: int, mutable: list[str]
-  ) -> Any:
-    """Returns the logits after one more token of every sequence, and the mutable collections."""
-    return self.module.apply(
-      variables,
-      *context,
-      tokens_N1,
-      tokens_N1,
-      enable_dropout=False,
-      decode=True,
-      max_decode_length=length,
-      mutable=mutable,
-      method=self._decode_method,
-    )
-
-  def _empty_cache(self, params: PyTree, *inputs: jax.Array, **named_inputs: jax.Array) -> PyTree:
-    """Returns the decoding cache for inputs of these shapes."""
-    options: Any = {"decode": True, "enable_dropout": False, "mutable": ["cache"], **named_inputs}
-    return self.module.apply({"params": params}, *inputs, **options)[1]["cache"]
-
-  def _compute_logits_from_slice(
-    self,
-    decoding_state: Any,
-    params: PyTree,
-    max_decode_length: int,
-    precomputed_variables: PyTree | None = None,
-    **context: jax.Array,
-  ) -> tuple[jax.Array, PyTree]:
-    """Returns the logits after one more token of every sequence, [N, V], and the new cache."""
-    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
-    logits_N1V, variables = self._decode_step(
-      variables, context.values(), decoding_state.cur_token, max_decode_length, ["cache"]
-    )
-    return jnp.squeeze(logits_N1V, axis=1), variables["cache"]
-
-  def _decode(
-    self,
-    params: PyTree,
-    prompts_BT: jax.Array,
-    cache: PyTree,
-    initial_index_B: jax.Array | None,
-    num_decodes: int,
-    return_all_decodes: bool,
-    decoder_params: Mapping[str, Any] | None,
-    rng: jax.Array | None,
-    **context: jax.Array,
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (decodes, {"scores": scores}) from the decode function.
-
-    Args:
-      params: the parameters.
-      prompts_BT: the tokens that decodes begin with, shifted right; T limits the decodes.
-      cache: the decoding cache of B sequences.
-      initial_index_B: the number of positions in the cache; None for an empty cache.
-      num_decodes: N, the number of decodes to compute for each example.
-      return_all_decodes: whether to return all decodes, [B, N, T], the best last, with scores [B, N],
-        or the best, [B, T], with scores [B].
-      decoder_params: further arguments of `decode_fn`.
-      rng: the random key for sampling.
-      **context: further arguments of `_compute_logits_from_slice`, [B, ...].
-    """
-    # Each beam or sample attends to its own copy of the encoded inputs.
-    copies = {n: decoding.flat_batch_beam_expand(x, num_decodes) for n, x in context.items()}
-    step_arguments = {"params": params, "max_decode_length": prompts_BT.shape[1], **copies}
-    # Subclasses that were written for T5X override this method without the argument, and a module
-    # that is not a linen module has no collection for these variables.
-    if isinstance(self.module, nn.Module) and accepts(
-      self._compute_logits_from_slice, "precomputed_variables"
-    ):
-      first, length = jnp.zeros((prompts_BT.shape[0], 1), jnp.int32), prompts_BT.shape[1]
-      variables, mutable = {"params": params, "cache": cache}, ["cache", PRECOMPUTED]
-      _, variables = self._decode_step(variables, context.values(), first, length, mutable)
-      precomputed = {name: x for name, x in variables.items() if name != "cache"}
-      step_arguments["precomputed_variables"] = precomputed
-    is_scanned = getattr(self.module, "scan_layers", False)
-    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0, "pad_id": self.pad_id}
-    if initial_index_B is not None:
-      optional["initial_index"] = initial_index_B
-    decodes_BNT, scores_BN = call_decode_fn(
-      self.decode_fn,
-      decoder_params,
-      rng,
-      optional,
-      inputs=prompts_BT,
-      cache=cache,
-      tokens_to_logits=functools.partial(self._compute_logits_from_slice, **step_arguments),
-      eos_id=self.output_vocabulary.eos_id or 1,
-      num_decodes=num_decodes,
-    )
-    if return_all_decodes:
-      return decodes_BNT, {"scores": scores_BN}
-    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
 
 
 def _is_real(tokens: jax.Array, pad_id: int) -> jax.Array:

@@ -17,6 +17,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.batch_metrics import fraction_left_behind
+from rosetta_t5.models.decoding_model import DecodingStart
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -169,18 +170,20 @@ class DecoderOnlyModel(BaseTransformerModel):
     Raises:
       ValueError: the batch does not mark the inputs, or `decode_fn` does not accept an argument.
     """
+    start = self.start_decoding(params, batch)
+    decodes, aux = self._decode(params, start, num_decodes, return_all_decodes, decoder_params, rng)
+    assert start.cache_index is not None
+    decodes = remove_prefix(decodes, start.cache_index, self.pad_id)
+    return decodes, {**aux, **fraction_left_behind(start.sown)}
+
+  def start_decoding(self, params: PyTree, batch: Batch) -> DecodingStart:
+    """Fills the cache with the inputs; see `predict_batch_with_aux` for the arguments."""
     mask_BP, tokens_BT = _mask(batch), batch["decoder_input_tokens"]
     missing = tokens_BT.shape[1] - mask_BP.shape[1]
     is_input_BT = jnp.pad(mask_BP, ((0, 0), (0, missing))) != 0
     inputs_BT = jnp.where(is_input_BT, tokens_BT, self.pad_id)
     cache, lengths_B, *sown = self._compute_kv_cache(params, inputs_BT, mask_BP)
-    decodes, aux = self._decode(
-      params, inputs_BT, cache, lengths_B, num_decodes, return_all_decodes, decoder_params, rng
-    )
-    return remove_prefix(decodes, lengths_B, self.pad_id), {
-      **aux,
-      **fraction_left_behind(*sown or ({},)),
-    }
+    return DecodingStart(inputs_BT, cache, lengths_B, {}, sown[0] if sown else {})
 
 
 def _mask(batch: Batch) -> jax.Array:

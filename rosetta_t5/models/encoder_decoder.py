@@ -16,6 +16,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argument
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.batch_metrics import fraction_left_behind
+from rosetta_t5.models.decoding_model import DecodingStart
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -175,6 +176,14 @@ class EncoderDecoderModel(BaseTransformerModel):
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
+    start = self.start_decoding(params, batch, prompt_with_targets)
+    decodes, aux = self._decode(params, start, num_decodes, return_all_decodes, decoder_params, rng)
+    return decodes, {**aux, **fraction_left_behind(start.sown)}
+
+  def start_decoding(
+    self, params: PyTree, batch: Batch, prompt_with_targets: bool = False
+  ) -> DecodingStart:
+    """Encodes the inputs; see `predict_batch_with_aux` for the arguments."""
     inputs_BS, prompts_BT = batch["encoder_input_tokens"], batch["decoder_input_tokens"]
     # The end token is removed from prompts, since it would end the decode.
     is_prompt = (prompts_BT != self.output_vocabulary.eos_id) & prompt_with_targets
@@ -190,10 +199,8 @@ class EncoderDecoderModel(BaseTransformerModel):
     can_prefill = has_argument(self.decode_fn, "initial_index") and has_argument(
       self.module.decode, "prefill"
     )
-    cache, initial_index = self._compute_kv_cache(
+    cache, index_B = self._compute_kv_cache(
       params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
     )
     context = {"encoded_inputs": encoded_BSD, "raw_inputs": inputs_BS}
-    wanted = (num_decodes, return_all_decodes, decoder_params, rng)
-    decodes, aux = self._decode(params, prompts_BT, cache, initial_index, *wanted, **context)
-    return decodes, {**aux, **fraction_left_behind(sown)}
+    return DecodingStart(prompts_BT, cache, index_B, context, sown)

@@ -1,0 +1,168 @@
+"""Decoding of transformer models: the work that is done once, and the steps after it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from rosetta_t5 import decoding
+from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+
+
+class DecodingStart(NamedTuple):
+  """What a decode of B examples begins with.
+
+  Attributes:
+    prompts: [B, T] the tokens that decodes begin with, shifted right; T limits the decodes.
+    cache: the decoding cache.
+    cache_index: [B] the number of positions in the cache; None for an empty cache.
+    context: the arrays that each decoding step reads besides, {name: [B, ...]}.
+    sown: the intermediates of experts.
+  """
+
+  prompts: jax.Array
+  cache: PyTree
+  cache_index: jax.Array | None
+  context: dict[str, jax.Array]
+  sown: Any
+
+
+class DecodingModel(BaseModel):
+  """The decoding that encoder-decoder and decoder-only models share."""
+
+  module: Any
+  decode_fn: Any
+  output_vocabulary: Any
+
+  @property
+  def _decode_method(self) -> Callable[..., Any] | None:
+    """The module's method that computes a decoding step; None for `__call__`."""
+    return None
+
+  def _decode_step(
+    self, variables: PyTree, context: Any, tokens_N1: jax.Array, length: int, mutable: list[str]
+  ) -> Any:
+    """Returns the logits after one more token of every sequence, and the mutable collections."""
+    return self.module.apply(
+      variables,
+      *context,
+      tokens_N1,
+      tokens_N1,
+      enable_dropout=False,
+      decode=True,
+      max_decode_length=length,
+      mutable=mutable,
+      method=self._decode_method,
+    )
+
+  def _empty_cache(self, params: PyTree, *inputs: jax.Array, **named_inputs: jax.Array) -> PyTree:
+    """Returns the decoding cache for inputs of these shapes."""
+    options: Any = {"decode": True, "enable_dropout": False, "mutable": ["cache"], **named_inputs}
+    return self.module.apply({"params": params}, *inputs, **options)[1]["cache"]
+
+  def _compute_logits_from_slice(
+    self,
+    decoding_state: Any,
+    params: PyTree,
+    max_decode_length: int,
+    precomputed_variables: PyTree | None = None,
+    **context: jax.Array,
+  ) -> tuple[jax.Array, PyTree]:
+    """Returns the logits after one more token of every sequence, [N, V], and the new cache."""
+    variables = {"params": params, "cache": decoding_state.cache, **(precomputed_variables or {})}
+    logits_N1V, variables = self._decode_step(
+      variables, context.values(), decoding_state.cur_token, max_decode_length, ["cache"]
+    )
+    return jnp.squeeze(logits_N1V, axis=1), variables["cache"]
+
+  def start_decoding(self, params: PyTree, batch: Batch) -> DecodingStart:
+    """Returns what a decode of the batch's inputs begins with, after the work that is done once."""
+    raise NotImplementedError
+
+  def precompute(self, params: PyTree, start: DecodingStart) -> dict[str, PyTree]:
+    """Returns the variables that are the same in all decoding steps; {} if the model cannot use them."""
+    # Subclasses that were written for T5X override this method without the argument, and a module
+    # that is not a linen module has no collection for these variables.
+    step = self._compute_logits_from_slice
+    if not isinstance(self.module, nn.Module) or not accepts(step, "precomputed_variables"):
+      return {}
+    first, length = jnp.zeros((start.prompts.shape[0], 1), jnp.int32), start.prompts.shape[1]
+    variables, mutable = {"params": params, "cache": start.cache}, ["cache", PRECOMPUTED]
+    _, variables = self._decode_step(variables, start.context.values(), first, length, mutable)
+    return {name: x for name, x in variables.items() if name != "cache"}
+
+  def next_logits(
+    self,
+    params: PyTree,
+    state: decoding.DecodingState,
+    length: int,
+    context: Mapping[str, Any],
+    precomputed: Mapping[str, PyTree],
+  ) -> tuple[Float[Array, "N V"], PyTree]:
+    """Returns the logits after one more token of N sequences, and the new cache.
+
+    Args:
+      params: the parameters.
+      state: the tokens, and the cache.
+      length: the number of positions in the cache.
+      context: that of `start_decoding`.
+      precomputed: the result of `precompute`.
+    """
+    options: dict[str, Any] = {"precomputed_variables": precomputed} if precomputed else {}
+    options |= {"params": params, "max_decode_length": length}
+    return self._compute_logits_from_slice(state, **options, **context)
+
+  def _decode(
+    self,
+    params: PyTree,
+    start: DecodingStart,
+    num_decodes: int,
+    return_all_decodes: bool,
+    decoder_params: Mapping[str, Any] | None,
+    rng: jax.Array | None,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (decodes, {"scores": scores}) from the decode function.
+
+    Args:
+      params: the parameters.
+      start: what the decodes begin with.
+      num_decodes: N, the number of decodes to compute for each example.
+      return_all_decodes: whether to return all decodes, [B, N, T], the best last, with scores [B, N],
+        or the best, [B, T], with scores [B].
+      decoder_params: further arguments of `decode_fn`.
+      rng: the random key for sampling.
+    """
+    # Each beam or sample attends to its own copy of the encoded inputs.
+    copies = {n: decoding.flat_batch_beam_expand(x, num_decodes) for n, x in start.context.items()}
+    step = functools.partial(
+      self.next_logits,
+      params,
+      length=start.prompts.shape[1],
+      context=copies,
+      precomputed=self.precompute(params, start),
+    )
+    is_scanned = getattr(self.module, "scan_layers", False)
+    optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0, "pad_id": self.pad_id}
+    if start.cache_index is not None:
+      optional["initial_index"] = start.cache_index
+    decodes_BNT, scores_BN = call_decode_fn(
+      self.decode_fn,
+      decoder_params,
+      rng,
+      optional,
+      inputs=start.prompts,
+      cache=start.cache,
+      tokens_to_logits=step,
+      eos_id=self.output_vocabulary.eos_id or 1,
+      num_decodes=num_decodes,
+    )
+    if return_all_decodes:
+      return decodes_BNT, {"scores": scores_BN}
+    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}

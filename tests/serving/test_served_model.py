@@ -1,0 +1,320 @@
+"""Continuous batching: what requests get does not depend on what else the server computes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import seqio
+from tiny_models import (
+  DECODER_ONLY,
+  GPT,
+  T5_1_1,
+  adafactor,
+  decoder_only_variables,
+  variables,
+)
+
+from rosetta_t5 import decoding
+from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
+from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
+from rosetta_t5.parallel import PjitPartitioner
+from rosetta_t5.serving import Overloaded, RequestError, Sampling, ServedModel, Stopping
+from rosetta_t5.trained_model import OpenedModel
+from rosetta_t5.training import InferenceState
+
+VOCABULARY = seqio.ByteVocabulary()
+SIZE = 320
+LENGTHS = {"inputs": 8, "targets": 12}
+DECODER_LENGTHS = {"inputs": 7, "targets": 12}
+LONG = {"inputs": 32, "targets": 12}  # Inputs are computed at 8, 16 and 32 tokens.
+NUM_SLOTS = 3
+
+CONFIGS = {
+  "T5": dataclasses.replace(T5_1_1, vocab_size=SIZE),
+  "long T5": dataclasses.replace(T5_1_1, vocab_size=SIZE),
+  "scanned T5": dataclasses.replace(T5_1_1, vocab_size=SIZE, scan_layers=True),
+  "decoder": dataclasses.replace(DECODER_ONLY, vocab_size=SIZE),
+  "windows": dataclasses.replace(
+    DECODER_ONLY, vocab_size=SIZE, window=4, layer_pattern=("local", "global")
+  ),
+  "GPT": dataclasses.replace(GPT, vocab_size=SIZE, max_length=64),
+}
+
+SLOW = ("long T5", "scanned T5", "decoder", "windows", "GPT")
+
+
+def lengths_of(name: str) -> dict[str, int]:
+  if name == "long T5":
+    return LONG
+  return DECODER_LENGTHS if hasattr(CONFIGS[name], "num_layers") else LENGTHS
+
+
+@functools.cache
+def open_model(name: str) -> OpenedModel:
+  """Returns a model with random parameters, whose most probable tokens are far from the others."""
+  config = CONFIGS[name]
+  options = {"optimizer_def": adafactor(), "decode_fn": decoding.temperature_sample}
+  if hasattr(config, "num_layers"):
+    model: Any = DecoderOnlyModel(DecoderWrapper(config), VOCABULARY, **options)
+    drawn = decoder_only_variables(config)
+  else:
+    module = Transformer(config)
+    model = EncoderDecoderModel(module, VOCABULARY, VOCABULARY, **options)
+    drawn = variables(module)
+  state, partitioner = InferenceState.create(drawn), PjitPartitioner(num_partitions=1)
+  return OpenedModel(model, partitioner, state, partitioner.get_mesh_axes(state), lengths_of(name))
+
+
+@pytest.fixture(scope="module")
+def serve() -> Any:
+  """Returns a function that runs a coroutine of a served model, which is compiled once for each network."""
+  loop, served = asyncio.new_event_loop(), {}
+
+  def run(make: Callable[[ServedModel], Any], name: str = "T5") -> Any:
+    async def start() -> ServedModel:
+      if name not in served:
+        lengths, calls = lengths_of(name), ("beams", "score", "embed") if name == "T5" else ()
+        options = (NUM_SLOTS, 40, decoding.Controls(), calls)
+        model = ServedModel(name, open_model(name), lengths, *options)
+        model.start()
+        served[name] = model
+      return served[name]
+
+    async def limited() -> Any:
+      return await asyncio.wait_for(make(await start()), timeout=120)
+
+    return loop.run_until_complete(limited())
+
+  yield run
+  for model in served.values():
+    model.stop()
+  loop.close()
+
+
+async def generate(
+  model: ServedModel, tokens: Sequence[int], count: int, **sampling: Any
+) -> list[int]:
+  """Returns the tokens that a request generates."""
+  pieces = model.generate(tokens, count, Sampling(**sampling))
+  return [token.id async for piece in pieces for token in piece.tokens]
+
+
+def prompts(count: int, seed: int = 0, longest: int = 8) -> list[list[int]]:
+  rng = np.random.default_rng(seed)
+  return [rng.integers(3, 250, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
+def expected(opened: OpenedModel, tokens: Sequence[int], count: int) -> list[int]:
+  """Returns what `predict_batch` generates for a prompt alone."""
+  model: Any = opened.model
+  if isinstance(model, DecoderOnlyModel):
+    row = [0, *tokens]
+    total = DECODER_LENGTHS["inputs"] + 1 + DECODER_LENGTHS["targets"]
+    inputs = np.pad(row, (0, total - len(row)))[None].astype(np.int32)
+    mask = (np.arange(total)[None] < len(row)).astype(np.int32)
+    batch = {"decoder_input_tokens": inputs, "decoder_causal_attention": mask}
+  else:
+    inputs = np.pad(tokens, (0, opened.lengths["inputs"] - len(tokens)))[None].astype(np.int32)
+    targets = np.zeros((1, LENGTHS["targets"]), np.int32)
+    batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": targets}
+  decode, _ = jax.jit(model.predict_batch_with_aux)(opened.state.params, batch)
+  ids = [int(token) for token in decode[0]][:count]
+  return ids[: ids.index(1) + 1] if 1 in ids else ids
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["T5", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
+)
+def test_answers_do_not_depend_on_the_requests_that_join_and_leave(serve: Any, name: str) -> None:
+  given, opened = prompts(10, longest=lengths_of(name)["inputs"]), open_model(name)
+  limits = [4 + n % 9 for n in range(10)]
+
+  async def all_at_once(model: ServedModel) -> list[list[int]]:
+    return await asyncio.gather(
+      *(generate(model, tokens, n) for tokens, n in zip(given, limits, strict=True))
+    )
+
+  answers = serve(all_at_once, name)
+  for tokens, limit, answer in zip(given, limits, answers, strict=True):
+    assert answer == expected(opened, tokens, limit)
+
+
+@pytest.mark.parametrize("name", ["T5", pytest.param("decoder", marks=pytest.mark.slow)])
+def test_equal_prompts_are_computed_once(serve: Any, name: str) -> None:
+  (tokens,) = prompts(1, seed=1, longest=7)
+
+  async def several_times(model: ServedModel) -> tuple[list[list[int]], float]:
+    before = model.statistics().get("prefix_hits_total", 0)
+    answers = [await generate(model, tokens, 5), await generate(model, tokens, 5)]
+    answers += await asyncio.gather(*(generate(model, tokens, 5) for _ in range(4)))
+    return answers, model.statistics()["prefix_hits_total"] - before
+
+  answers, hits = serve(several_times, name)
+  assert hits >= 5
+  assert answers == [expected(open_model(name), tokens, 5)] * 6
+
+
+@pytest.mark.slow
+def test_a_decoder_continues_the_arrays_of_a_conversation(serve: Any) -> None:
+  tokens = [60, 70, 80]
+
+  async def converse(model: ServedModel) -> tuple[list[int], list[int], float]:
+    answer = await generate(model, tokens, 3)
+    longer = [*tokens, *answer[:2], 50, 60]
+    before = model.statistics().get("prefix_hits_total", 0)
+    second = await generate(model, longer, 5)
+    return longer, second, model.statistics()["prefix_hits_total"] - before
+
+  longer, second, hits = serve(converse, "decoder")
+  assert hits == 1
+  assert second == expected(open_model("decoder"), longer, 5)
+
+
+def test_samples_depend_on_the_seed_and_not_on_other_requests(serve: Any) -> None:
+  given = prompts(6, seed=3)
+
+  async def sample(model: ServedModel) -> list[list[int]]:
+    alone = await generate(model, given[0], 12, temperature=1.0, seed=7)
+    options = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
+    others = [generate(model, tokens, 12, **options, seed=n) for n, tokens in enumerate(given)]
+    again, other_seed, *_ = await asyncio.gather(
+      generate(model, given[0], 12, temperature=1.0, seed=7),
+      generate(model, given[0], 12, temperature=1.0, seed=8),
+      *others,
+    )
+    greedy = await generate(model, given[0], 12, temperature=1.0, top_k=1, seed=9)
+    return [alone, again, other_seed, greedy]
+
+  alone, again, other_seed, greedy = serve(sample)
+  assert alone == again != other_seed
+  assert greedy == expected(open_model("T5"), given[0], 12)
+
+
+def test_controls_of_a_request_change_its_answer(serve: Any) -> None:
+  (tokens,) = prompts(1, seed=4)
+
+  async def ask(model: ServedModel) -> tuple[list[int], ...]:
+    never = {"presence_penalty": 1e4}
+    return (
+      await generate(model, tokens, 12, **never),
+      await generate(model, tokens, 12, frequency_penalty=1e4),
+      await generate(model, tokens, 12, temperature=50.0, min_tokens=12, seed=1),
+    )
+
+  without_repetition, also, long = serve(ask)
+  assert len({*without_repetition}) == len(without_repetition) == len({*also})
+  assert len(long) == 12
+  assert 1 not in long
+
+
+def test_a_stop_text_ends_an_answer_before_itself(serve: Any) -> None:
+  (tokens,) = prompts(1, seed=5)
+
+  async def ask(model: ServedModel, stop: Sequence[str]) -> tuple[str, str | None]:
+    text, reason = "", None
+    async for piece in model.generate(tokens, 12, Sampling(temperature=1.0, seed=3), stop):
+      text, reason = text + piece.text, piece.finish_reason
+    return text, reason
+
+  text, _ = serve(lambda model: ask(model, ()))
+  readable = next(char for char in text[1:] if char != "�")
+  shorter, reason = serve(lambda model: ask(model, (readable,)))
+  assert shorter == text[: text.index(readable)]
+  assert reason == "stop"
+
+
+def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
+  given = prompts(NUM_SLOTS + 1, seed=6)
+
+  async def close_all(model: ServedModel) -> list[int]:
+    pieces = [model.generate(tokens, 12, Sampling()) for tokens in given[:NUM_SLOTS]]
+    for iterator in pieces:
+      await anext(iterator)
+      await iterator.aclose()
+    answer = await generate(model, given[-1], 12)
+    assert model.statistics()["requests_running"] == 0
+    return answer
+
+  assert serve(close_all) == expected(open_model("T5"), given[-1], 12)
+
+
+def test_too_many_waiting_requests_are_refused(serve: Any) -> None:
+  given = prompts(60, seed=7)
+
+  async def overload(model: ServedModel) -> list[Any]:
+    requests = (generate(model, tokens, 3) for tokens in given)
+    return await asyncio.gather(*requests, return_exceptions=True)
+
+  results = serve(overload)
+  refused = [result for result in results if isinstance(result, Overloaded)]
+  assert refused
+  assert refused[0].retry_after_s >= 1
+  assert all(isinstance(result, list | Overloaded) for result in results)
+
+
+def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
+  given, opened = prompts(6, seed=8), open_model("T5")
+
+  async def ask(model: ServedModel) -> tuple[Any, ...]:
+    beams = await asyncio.gather(*(model.beams(tokens, 2) for tokens in given))
+    scores = await model.score([(tokens, "a word") for tokens in given])
+    return beams, scores, await model.embed(given)
+
+  beams, scores, vectors = serve(ask)
+  inputs = np.stack([np.pad(x, (0, 8 - len(x))) for x in given]).astype(np.int32)
+  target = [*VOCABULARY.encode("a word"), 1]
+  targets = np.tile(np.pad(target, (0, 12 - len(target))), (6, 1)).astype(np.int32)
+  batch = {
+    "encoder_input_tokens": inputs,
+    "decoder_input_tokens": np.pad(targets, ((0, 0), (1, 0)))[:, :-1],
+    "decoder_target_tokens": targets,
+  }
+  params = opened.state.params
+  want = opened.model.score_batch(params, batch)
+  np.testing.assert_allclose([sum(t.logprob for t in row) for row in scores], want, rtol=1e-4)
+  encode = opened.model.module.encode
+  encoded = opened.model.module.apply(
+    {"params": params}, inputs, enable_dropout=False, method=encode
+  )
+  for row, vector, tokens in zip(encoded, vectors, given, strict=True):
+    np.testing.assert_allclose(vector, row[: len(tokens)].mean(0), rtol=1e-3, atol=1e-5)
+  searching = EncoderDecoderModel(opened.model.module, VOCABULARY, VOCABULARY, None)
+  options = {"num_decodes": 4, "return_all_decodes": True}
+  _, aux = searching.predict_batch_with_aux(params, batch, **options)
+  got = [[score for _, score in row] for row in beams]
+  np.testing.assert_allclose(got, np.asarray(aux["scores"])[:, ::-1][:, :2], rtol=1e-4)
+
+
+def test_prompts_that_do_not_fit_are_refused(serve: Any) -> None:
+  async def encode(model: ServedModel) -> None:
+    assert model.encode("ab") == [*VOCABULARY.encode("ab"), 1]
+    with pytest.raises(RequestError, match="1 to 8 tokens, got 41"):
+      model.encode("a" * 40)
+    with pytest.raises(RequestError, match="token 5000"):
+      model.encode([3, 5000])
+
+  serve(encode)
+
+
+# The last test, because the model cannot be used after it.
+def test_a_failure_ends_the_requests_and_is_named(
+  serve: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+  async def fail(model: ServedModel) -> None:
+    jax.tree.map(lambda x: x.delete(), open_model("T5").state.params)
+    with pytest.raises(RuntimeError, match="delete"):
+      await generate(model, [5], 3)
+    assert "delete" in str(model.error)
+    with pytest.raises(Stopping, match="failed"):
+      await generate(model, [5], 3)
+
+  serve(fail)
+  assert "Traceback" in capfd.readouterr().err
