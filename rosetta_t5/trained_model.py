@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -50,36 +51,14 @@ def open_model_dir(
   model_dir: str | os.PathLike[str],
   flags: Sequence[str] = (),
   trust: bool = False,
-  adapters: Sequence[str] = (),
+  adapters: Sequence[str] | None = None,
 ) -> OpenedModel:
   """Returns a model with its parameters.
 
   Args:
-    model_dir: see `read_run`, as for `flags`, `trust` and the errors.
-    adapters: PEFT folders or runs, each PATH or PATH=WEIGHT, whose changes are added (`adapter_sums`).
+    model_dir: see `read_run`, as for the other arguments and the errors.
   """
-  recipe, restore_cfg = read_run(model_dir, flags, trust, ("model", "partitioner"))
-  return open_checkpoint(recipe, with_adapters(recipe["model"], restore_cfg, adapters))
-
-
-def with_adapters(
-  model: Any, restore_cfg: checkpoints.RestoreCheckpointConfig, adapters: Sequence[str] | None
-) -> checkpoints.RestoreCheckpointConfig:
-  """Returns a config that adds the changes of adapters to a checkpoint; see `open_model_dir`.
-
-  Raises:
-    ValueError: the checkpoint has an adapter already.
-  """
-  if not adapters:
-    return restore_cfg
-  if model.adapter is not None or any(map(checkpoints.is_peft, restore_cfg.paths())):
-    raise ValueError(
-      "--adapter needs the base as --model_dir, which here has an adapter itself: give both with --adapter"
-    )
-  given = [adapter_sums.parse(text) for text in adapters]
-  add: Any = functools.partial(adapter_sums.add_changes, given=given)
-  fns = (*restore_cfg.state_transformation_fns, add)
-  return dataclasses.replace(restore_cfg, state_transformation_fns=fns)
+  return open_checkpoint(*read_run(model_dir, flags, trust, ("model", "partitioner"), adapters))
 
 
 def read_run(
@@ -87,6 +66,7 @@ def read_run(
   flags: Sequence[str] = (),
   trust: bool = False,
   used: Collection[str] | None = None,
+  adapters: Sequence[str] | None = None,
 ) -> tuple[Mapping[str, Any], checkpoints.RestoreCheckpointConfig]:
   """Returns the arguments of `train` for a model, and its checkpoint.
 
@@ -95,34 +75,51 @@ def read_run(
   or if the user trusts the folder. For a Hugging Face folder, they are made from its files.
 
   Args:
-    model_dir: a run's MODEL_DIR, whose last checkpoint is used, one of its checkpoints, a Hugging Face
+    model_dir: a run's MODEL_DIR, whose best or latest checkpoint is used, one of its checkpoints, a Hugging Face
       folder, a PEFT folder, or the name of a model on its hub, such as google/flan-t5-small.
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
     trust: whether config.gin may use all code that it names; otherwise only the listed code.
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
+    adapters: PEFT folders or runs, each PATH or PATH=WEIGHT, whose changes are added (`adapter_sums`).
 
   Raises:
-    ValueError: there is no such folder or model, or it is of another kind; model.json is invalid; or a flag
-      changes nothing that is used.
+    ValueError: there is no such folder or model, or it is of another kind; model.json is invalid; a flag
+      changes nothing that is used; or adapters are added to a model that has one already.
     SystemExit: config.gin cannot be built with these flags; the error has been printed.
   """
   if "--dry_run" in flags:
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
   path, config_file, restore_cfg = _find_recipe(model_dir)
-  if config_file == path:  # a Hugging Face folder
-    recipe = _read_gin(path, [f"--gin_file={RUN_PART}", *flags], trust, used)
+  recipe = _read_recipe(config_file, flags, trust, used)
+  if config_file == path:
     checkpoints.add_prompt(recipe["model"], *restore_cfg.paths())
+  if not adapters:
     return recipe, restore_cfg
-  if not (model_file := config_file.with_name(NAME)).is_file():
-    return _read_gin(config_file, flags, trust, used), restore_cfg
-  run = read_model_file(model_file)
-  run.use_data_folders()
-  command = parse_command_line(["rosetta-t5", *flags])
-  if run.is_complete and not (command.gin_file or command.gin_bindings or trust):
-    join_run(command)
-    run.import_modules()
-    return run, restore_cfg
-  return _read_gin(config_file, flags, trust, used), restore_cfg
+  if recipe["model"].adapter is not None or any(map(checkpoints.is_peft, restore_cfg.paths())):
+    raise ValueError(
+      "--adapter needs the base as --model_dir, which here has an adapter itself: give both with --adapter"
+    )
+  given = [adapter_sums.parse(text) for text in adapters]
+  add: Any = functools.partial(adapter_sums.add_changes, given=given)
+  fns = (*restore_cfg.state_transformation_fns, add)
+  return recipe, dataclasses.replace(restore_cfg, state_transformation_fns=fns)
+
+
+def _read_recipe(
+  file: pathlib.Path, flags: Sequence[str], trust: bool, used: Collection[str] | None
+) -> Mapping[str, Any]:
+  """Returns the arguments of `train`, of a config.gin or a Hugging Face folder."""
+  if file.is_dir():
+    return _read_gin(file, [f"--gin_file={RUN_PART}", *flags], trust, used)
+  if (model_file := file.with_name(NAME)).is_file():
+    run = read_model_file(model_file)
+    run.use_data_folders()
+    command = parse_command_line(["rosetta-t5", *flags])
+    if run.is_complete and not (command.gin_file or command.gin_bindings or trust):
+      join_run(command)
+      run.import_modules()
+      return run
+  return _read_gin(file, flags, trust, used)
 
 
 def read_model_recipe(
@@ -185,7 +182,11 @@ def _find_recipe(
   if config_file is None:
     raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
   if config_file.parent == path:
-    restore_cfg = dataclasses.replace(restore_cfg, mode="latest")
+    best, value = checkpoints.best_checkpoint(path)
+    where = {"path": os.fspath(best)} if best else {"mode": "latest"}
+    restore_cfg = dataclasses.replace(restore_cfg, **where)
+    if best and best.name != f"checkpoint_{checkpoints.latest_step(path)}":
+      print(f"note: {best} is the best of the run, with {value}, not the latest", file=sys.stderr)
   return path, config_file, restore_cfg
 
 

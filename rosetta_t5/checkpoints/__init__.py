@@ -8,7 +8,6 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
   fingerprint,
   latest_step,
   read_run_facts,
-  resolve_checkpoint,
 )
 from rosetta_t5.checkpoints.config import (
   CheckpointConfig,
@@ -33,5 +32,10 @@ from rosetta_t5.checkpoints.run_start import (
   read_start_facts,
   restore_for_inference,
 )
-from rosetta_t5.checkpoints.saved_items import CheckpointSaveError, finish_saves_on_error
+from rosetta_t5.checkpoints.saved_items import (
+  CheckpointSaveError,
+  best_checkpoint,
+  checkpoint_to_use,
+  finish_saves_on_error,
+)
 from rosetta_t5.checkpoints.train_state_initializer import TrainStateInitializer, get_fallback_state

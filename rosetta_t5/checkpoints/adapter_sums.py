@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import adapters
-from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
+from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders, saved_items
 from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
@@ -71,7 +71,7 @@ def _merged_arrays(path: str, base: Mapping[str, StoredArray]) -> dict[str, Stor
     adapter, added = peft_folder.read(path, base, {})
     arrays, fact = {**base, **added}, adapter.settings()
   else:
-    checkpoint = checkpoint_folders.resolve_checkpoint(path)
+    checkpoint = saved_items.checkpoint_to_use(path)
     fact = checkpoint_folders.adapter_fact(checkpoint)
     if not fact:
       raise ValueError(f"--adapter {path} must be a PEFT folder or a run with an adapter")

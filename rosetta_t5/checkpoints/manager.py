@@ -138,6 +138,8 @@ class OrbaxCheckpointManagerInterface:
   def begin_run(self, run_facts: Mapping[str, Any]) -> None:
     """Sets `run_facts`, and keeps the checkpoint that they name as the run's start."""
     self.run_facts = dict(run_facts)
+    if metric := self._retention.metric:
+      self.run_facts[saved_items.COMPARED_BY] = (metric, self._retention.mode)
     if (base := run_facts.get(STARTED_FROM)) is not None:
       self._retention.protected.add(epath.Path(base))
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.checkpoints.arrays import state_dicts
-from rosetta_t5.checkpoints.checkpoint_folders import DATASET_ITEM, checkpoint_path
+from rosetta_t5.checkpoints.checkpoint_folders import (
+  DATASET_ITEM,
+  all_steps,
+  checkpoint_path,
+  read_run_facts,
+  resolve_checkpoint,
+)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.user_errors import exit_on_user_error
 
@@ -28,6 +34,8 @@ SaveTransformation = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
 DATASET_PREFIX = "train_ds"
 PIN_FILE = "PINNED"
+# The run fact of a run that compares its checkpoints: the metric and the mode of `Retention`.
+COMPARED_BY = "compared_by"
 
 _log = logging.getLogger(__name__)
 
@@ -274,8 +282,7 @@ class Retention:
       _log.warning("metric_name_to_monitor: no checkpoint has a value of %r", self.metric)
     if self.keep_unknown:
       older = [step for step in older if step in values]
-    sign = 1 if self.mode == "max" else -1
-    goodness = {step: sign * value for step, value in values.items() if not math.isnan(value)}
+    goodness = _goodness(values, self.mode)
     # The sort is stable, so the oldest of equal checkpoints come first.
     worst_first = sorted(older, key=lambda step: goodness.get(step, -math.inf))
     return set(worst_first[: max(0, len(older) - self.keep)])
@@ -284,6 +291,33 @@ class Retention:
     folder = checkpoint_path(self.directory, step)
     is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
     return is_multiple or folder in self.protected or is_pinned_checkpoint(folder)
+
+
+def _goodness(values: Mapping[int, float], mode: str) -> dict[int, float]:
+  """Returns the values that are numbers, with the sign with which larger ones are better."""
+  sign = 1 if mode == "max" else -1
+  return {step: sign * value for step, value in values.items() if not math.isnan(value)}
+
+
+def best_checkpoint(directory: epath.PathLike) -> tuple[epath.Path | None, str]:
+  """Returns a run's best checkpoint, and the value by which it is the best, such as "f1 91.2".
+
+  Of equal ones it is the last. The result is (None, "") if the run does not compare its checkpoints.
+  """
+  steps = all_steps(directory)
+  fact = read_run_facts(checkpoint_path(directory, steps[-1])).get(COMPARED_BY) if steps else None
+  metric, mode = fact or ("", "max")
+  values = populate_metrics_for_steps(directory, metric, steps) if fact else {}
+  goodness = _goodness(values, mode)
+  if not goodness:
+    return None, ""
+  best = max(goodness, key=lambda step: (goodness[step], step))
+  return checkpoint_path(directory, best), f"{metric.rpartition('/')[2]} {values[best]:.4g}"
+
+
+def checkpoint_to_use(path: epath.PathLike) -> epath.Path:
+  """Returns the checkpoint of a run that is not continued: the best, or else as `resolve_checkpoint` does."""
+  return best_checkpoint(path)[0] or resolve_checkpoint(path)
 
 
 def pinned_checkpoint_filepath(ckpt_dir: epath.PathLike) -> str:

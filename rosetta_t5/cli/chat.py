@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument
   add("model_dir", help="a model with a chat template, or one trained by span corruption")
   add("--system", help="a message of the system before the conversation")
+  text_commands.add_adapter_option(add)
   text_commands.add_length_options(add)
   text_commands.add_decoding_options(parser)
   add_trust_option(parser)
@@ -28,7 +29,7 @@ def chat(options: argparse.Namespace) -> int:
   from rosetta_t5.inference.text_inference import BLANK, BlankFiller
   from rosetta_t5.trained_model import open_model_dir
 
-  model = open_model_dir(options.model_dir, trust=options.trust)
+  model = open_model_dir(options.model_dir, (), options.trust, options.adapter)
   text_commands.apply_decoding_options(options, model.model)
   vocabulary, lengths = (
     model.model.input_vocabulary,

@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help="of the encoder's outputs, without what a folder of sentence-transformers computes of them "
     "(default: its pooling, projection and normalisation; mean elsewhere)",
   )
+  text_commands.add_adapter_option(add)
   add("--batch_size", type=positive_integer, default=32, help="texts in a batch (default: 32)")
   add("--input_length", type=positive_integer, help="tokens; the model's by default")
   add_trust_option(parser)
@@ -90,7 +91,8 @@ def _open_encoder(options: argparse.Namespace) -> Any:
 
   options.model_dir = local_folder(options.model_dir)
   used = ("model", "partitioner")
-  run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
+  given = (options.model_dir, options.flags, options.trust, used, options.adapter)
+  run, restore_cfg = read_run(*given)
   if not isinstance(model := run["model"], EncoderDecoderModel):
     raise ConfigError(f"--model_dir {options.model_dir} has no encoder: give an encoder-decoder")
   encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)

@@ -58,6 +58,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 export`."""
   add = parser.add_argument_group("a trained model").add_argument
   add("--model_dir", help=_SOURCES)
+  text_commands.add_adapter_option(add)
   add("--output_dir", help="the folder of the SavedModel, with stablehlo/ in it")
   add("--batch_size", type=positive_integer, help="default: any number of texts")
   text_commands.add_length_options(add)
@@ -187,7 +188,7 @@ def _infer(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
   if options.model_dir is None:
-    names = ("output_dir", "batch_size", *text_commands.LENGTHS, "num_decodes")
+    names = ("adapter", "output_dir", "batch_size", *text_commands.LENGTHS, "num_decodes")
     _refuse(options, names, "--model_dir")
     return _run_main("export.saved_model", options, "export")
   if options.output_dir is None:
@@ -195,8 +196,8 @@ def _export(options: argparse.Namespace) -> int:
   from rosetta_t5.export.saved_model import save_model
   from rosetta_t5.trained_model import read_run
 
-  used = ("model", "partitioner")
-  run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
+  given = (options.model_dir, options.flags, options.trust, ("model", "partitioner"))
+  run, restore_cfg = read_run(*given, options.adapter)
   lengths = text_commands.feature_lengths(run["task_feature_lengths"], options)
   more = (options.output_dir, options.batch_size, options.num_decodes)
   save_model(run["model"], restore_cfg, lengths, *more)

@@ -36,16 +36,17 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
     type=output_file,
     help="a file, or - for stdout (the default); an existing file is continued",
   )
-  add(
-    "--adapter",
-    action="append",
-    metavar="PATH[=WEIGHT]",
-    help="a PEFT folder, or a run with an adapter, whose changes of the model are added; can be repeated",
-  )
+  add_adapter_option(add)
   add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
   add_length_options(add)
   add_decoding_options(parser)
+
+
+def add_adapter_option(add: Callable[..., Any]) -> None:
+  """Adds --adapter with a parser's method `add_argument`."""
+  text = "a PEFT folder, or a run with an adapter, whose changes of the model are added; repeatable"
+  add("--adapter", action="append", metavar="PATH[=WEIGHT]", help=text)
 
 
 def add_length_options(add: Callable[..., Any]) -> None:
@@ -88,7 +89,7 @@ def infer(options: argparse.Namespace) -> int:
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))
       _skip_completed(options.output, settings, rows)
-    model = open_model_dir(options.model_dir, options.flags, options.trust, options.adapter or ())
+    model = open_model_dir(options.model_dir, options.flags, options.trust, options.adapter)
     apply_decoding_options(options, model.model)
     results = _infer_rows(model, rows, options)
     # On a terminal, the results themselves show the progress.
@@ -242,10 +243,10 @@ def _skip_completed(output: str, settings: dict[str, Any], rows: Iterator[Row]) 
 
 def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
   """Returns what determines the results, besides the input."""
-  from rosetta_t5.checkpoints import fingerprint, resolve_checkpoint
+  from rosetta_t5.checkpoints import checkpoint_to_use, fingerprint
   from rosetta_t5.checkpoints.checkpoint_folders import detect_checkpoint_type
 
-  checkpoint = resolve_checkpoint(options.model_dir)
+  checkpoint = checkpoint_to_use(options.model_dir)
   detect_checkpoint_type(checkpoint)
   names = [name for name in (*OPTIONS, *DECODING_OPTIONS) if name != "output"]
   given = {f"--{name}": getattr(options, name) for name in names}

@@ -21,6 +21,7 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
+from rosetta_t5.checkpoints.saved_items import checkpoint_to_use
 from rosetta_t5.config.model_file import copied_vocabulary
 from rosetta_t5.conversion import peft_conversion, verification
 from rosetta_t5.conversion.model_settings import read_model_settings
@@ -77,7 +78,7 @@ def convert(
   The largest array must fit into memory; the model need not.
 
   Args:
-    source: a checkpoint of any layout; for a folder of checkpoints, the latest is converted.
+    source: a checkpoint of any layout; of a run, its best or else its latest is converted.
     destination: the folder to write. T5X's layouts are written to a folder `checkpoint_STEP` in it,
       unless it has such a name itself.
     to: one of LAYOUTS. 't5x' and 'rosetta' are the same layout, Orbax's. 'peft' writes the adapter of a run
@@ -96,7 +97,7 @@ def convert(
     ConversionError: the logits of the two checkpoints differ.
     ValueError: the source cannot be written in this layout.
   """
-  path = checkpoint_folders.resolve_checkpoint(source)
+  path = checkpoint_to_use(source)
   verify_files(path)
   stored: Any = read_arrays(path)
   stored = with_averages(stored) if to in ("hf", "peft") else stored

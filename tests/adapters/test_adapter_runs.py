@@ -272,3 +272,23 @@ def test_weighted_adapters_are_sums_of_their_changes_of_the_base(found, adapted,
   save_file({name: 2 * x for name, x in weights.items()}, other / "model.safetensors")
   with pytest.raises(ValueError, match="was trained on another base"):
     trained_model.open_model_dir(other, adapters=given)
+
+
+@pytest.mark.parametrize(
+  "command",
+  [
+    "chat base",
+    "embed --model_dir base --input rows.txt --output vectors.npy",
+    "export --model_dir base --output_dir saved",
+    "infer --model_dir base --input rows.txt",
+  ],
+)
+def test_commands_that_use_a_model_add_adapters(command, tmp_path, monkeypatch):
+  def read_run(*given):
+    raise SystemExit(f"read {given[0]} with {given[-1]}")
+
+  monkeypatch.setattr(trained_model, "read_run", read_run)
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "rows.txt").write_text("a text\n")
+  with pytest.raises(SystemExit, match=r"read base with \['a', 'b=2'\]"):
+    cli.main([*command.split(), "--adapter", "a", "--adapter", "b=2"])

@@ -198,10 +198,12 @@ def test_bindings_of_save_best_checkpointer_configure_the_manager(setup, tmp_pat
     partitioner=setup.partitioner,
     model_dir=tmp_path,
   )
+  manager.begin_run({})
   for step in (1, 2, 3, 4):
     manager.save(setup.state(step=step))
   manager.close()
   assert all_steps(tmp_path) == [1, 4]
+  assert saved_items.best_checkpoint(tmp_path) == (tmp_path / "checkpoint_1", "loss 1")
 
 
 def test_a_metric_without_any_value_is_reported(tmp_path, write_scalars, caplog):

@@ -45,11 +45,13 @@ class Choice(NamedTuple):
     name: its left side.
     value: its value, whose `repr` is gin code.
     reason: why; "" if the user has given the value.
+    is_noted: whether the reason is printed too.
   """
 
   name: str
   value: Any
-  reason: str
+  reason: str = ""
+  is_noted: bool = False
 
   def __str__(self) -> str:
     """The lines of the gin file."""
@@ -121,15 +123,15 @@ def choose_lengths(
     given: the lengths that the user wants, by feature.
     limit: the number of positions of a network that has a limit.
   """
-  chosen, reasons = {}, []
+  chosen, reasons, is_cut = {}, [], False
   for name, tokens in lengths.items():
     longest, most = int(tokens.max()), float(np.percentile(tokens, _KEPT_WHOLE))
     length = longest if longest <= 1.5 * most else math.ceil(most)
     length = given[name] or min(math.ceil(length / _LENGTH_UNIT) * _LENGTH_UNIT, limit or _LONGEST)
-    chosen[name] = length
+    chosen[name], is_cut = length, is_cut or longest > length
     share = f"{np.mean(tokens > length):.1%} of the {name} truncated"
     reasons.append(f"{share} (the longest of the first {len(tokens)} has {longest} tokens)")
-  return Choice("TASK_FEATURE_LENGTHS", chosen, "; ".join(reasons))
+  return Choice("TASK_FEATURE_LENGTHS", chosen, "; ".join(reasons), is_cut)
 
 
 def choose_steps(
@@ -154,17 +156,18 @@ def choose_steps(
   why = f"an epoch has {epoch or 'an unknown number of'} steps, a {device} at most {largest} rows"
   batch = Choice("BATCH_SIZE", size, "" if options.batch_size else why)
   if options.steps:
-    steps = Choice("TRAIN_STEPS", options.steps, "")
+    steps = Choice("TRAIN_STEPS", options.steps)
   elif epoch is None:
     raise ValueError("the number of rows is not known, so neither is that of steps: give --steps")
   else:
     epochs = options.epochs or _EPOCHS
     number = math.ceil(epochs * epoch)
+    is_few = not options.epochs and number < _FEWEST_STEPS
     reason = f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)"
-    if not options.epochs and number < _FEWEST_STEPS:
+    if is_few:
       reason = f"{_FEWEST_STEPS / epoch:.3g} epochs; 3 epochs would be only {number} steps"
       number = _FEWEST_STEPS
-    steps = Choice("TRAIN_STEPS", number, reason)
+    steps = Choice("TRAIN_STEPS", number, reason, is_few)
   period = min(steps.value, max(epoch or 1, math.ceil(steps.value / _EVALUATIONS)))
   text = f"at most {_EVALUATIONS} evaluations, and at most one in an epoch"
   return batch, steps, Choice("EVAL_PERIOD", period, text)
@@ -180,9 +183,9 @@ def evaluation_choices(monitor: Monitor, rows: int | None, batch: int, period: i
     Choice("EVAL_STEPS", math.ceil(min(rows or _PREDICTED, _PREDICTED) / batch), "for the loss"),
     Choice("utils.SaveCheckpointConfig.period", period, "after each evaluation"),
     Choice("utils.SaveCheckpointConfig.keep", 1, kept),
-    Choice("utils.SaveCheckpointConfig.checkpointer_cls", Code(f"@{best}"), ""),
-    Choice(f"{best}.metric_name_to_monitor", f"{monitor.folder}/{monitor.name}", ""),
-    Choice(f"{best}.metric_mode", monitor.mode, ""),
+    Choice("utils.SaveCheckpointConfig.checkpointer_cls", Code(f"@{best}")),
+    Choice(f"{best}.metric_name_to_monitor", f"{monitor.folder}/{monitor.name}"),
+    Choice(f"{best}.metric_mode", monitor.mode),
     Choice(f"{best}.keep_checkpoints_without_metrics", False, "such as the first"),
   ]
 
@@ -196,7 +199,7 @@ def patience_choices(monitor: Monitor, task: str, patience: int | None) -> list[
   return [
     Choice("train_script.train.actions", {monitor.event: [Code(f"@{action}()")]}, ends),
     Choice("train_script.train.concurrent_metrics", False, "so that it ends at once"),
-    Choice(f"{action}.metric", (task, monitor.name), ""),
-    Choice(f"{action}.mode", monitor.mode, ""),
+    Choice(f"{action}.metric", (task, monitor.name)),
+    Choice(f"{action}.mode", monitor.mode),
     Choice(f"{action}.patience", patience + 1, "values, none better than the one before it"),
   ]

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import math
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rosetta_t5 import terminal
-from rosetta_t5.cli.finetune.choices import Monitor
 from rosetta_t5.cli.finetune.methods import METHODS, RATE
 from rosetta_t5.cli.finetune.recipe import SEED, make_recipe
 from rosetta_t5.cli.finetune.rows import open_data
@@ -19,34 +15,6 @@ from rosetta_t5.terminal import positive_integer, positive_number
 from rosetta_t5.user_errors import ConfigError
 
 RECIPE = "finetune.gin"
-# Options: their name, type and help, in which the name in brackets is that of the gin binding.
-_OF_ROWS: Sequence[tuple[str, Any, str]] = (
-  ("inputs", str, "a column, or a template: 'question: {question}' (data.file_task.inputs)"),
-  ("targets", str, "a column, or a template (data.file_task.targets)"),
-  ("eval", str, "files that only evaluate; default: some rows (data.file_task.validation_files)"),
-  ("metrics", str, "such as accuracy or rouge; default: by the targets (data.file_task.metrics)"),
-)
-_CHOSEN: Sequence[tuple[str, Any, str]] = (
-  ("steps", positive_integer, "optimizer steps (TRAIN_STEPS)"),
-  ("epochs", positive_number, "how often a row is read, in place of --steps (TRAIN_STEPS)"),
-  ("batch_size", positive_integer, "rows of a step (BATCH_SIZE)"),
-  ("learning_rate", positive_number, f"({RATE})"),
-  ("input_length", positive_integer, "tokens; the rest is cut (TASK_FEATURE_LENGTHS)"),
-  ("target_length", positive_integer, "tokens; the rest is cut (TASK_FEATURE_LENGTHS)"),
-  ("precision", str, "float32, or bfloat16, the default on GPUs (network.T5Config.dtype)"),
-  ("seed", int, f"of shuffling and dropout; default: 0 (RANDOM_SEED, {SEED})"),
-  (
-    "patience",
-    positive_integer,
-    "end when so many evaluations in a row improve nothing (trainer.EarlyStoppingAction.patience)",
-  ),
-)
-_MORE: dict[str, Mapping[str, Any]] = {
-  "eval": {"nargs": "+"},
-  "metrics": {"nargs": "+"},
-  "seed": {"default": 0},
-}
-_MORE["precision"] = {"choices": ("float32", "bfloat16")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,15 +35,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add("--out", required=True, metavar="FOLDER", help="of the run; it continues one (MODEL_DIR)")
   add("--dry_run", action="store_true", help=f"print {RECIPE} with every choice and its reason")
-  methods = parser.add_argument_group(
-    "method; default: --full, or --lora 16 if that does not fit"
-  ).add_mutually_exclusive_group()
+  group = parser.add_argument_group("method; default: --full, or --lora 16 if that does not fit")
+  add = group.add_mutually_exclusive_group().add_argument
   for name, method in METHODS.items():
-    methods.add_argument(f"--{name}", **method.option)
-  for group, options in (("rows of files", _OF_ROWS), ("chosen unless given", _CHOSEN)):
-    add = parser.add_argument_group(group).add_argument
-    for name, kind, text in options:
-      add(f"--{name}", type=kind, help=text, **_MORE.get(name, {}))
+    value = {"type": positive_integer, "metavar": method.argument.upper()}
+    add(f"--{name}", help=method.help, **(value if method.argument else {"action": "store_true"}))
+  add = parser.add_argument_group(
+    "rows of files; a template is 'question: {question}'"
+  ).add_argument
+  add("--inputs", help="a column, or a template (data.file_task.inputs)")
+  add("--targets", help="a column, or a template (data.file_task.targets)")
+  text = "files that only evaluate; default: some rows (data.file_task.validation_files)"
+  add("--eval", nargs="+", help=text)
+  text = "such as accuracy or rouge; default: by the targets (data.file_task.metrics)"
+  add("--metrics", nargs="+", help=text)
+  add = parser.add_argument_group("chosen unless given").add_argument
+  add("--steps", type=positive_integer, help="optimizer steps (TRAIN_STEPS)")
+  text = "how often a row is read, in place of --steps (TRAIN_STEPS)"
+  add("--epochs", type=positive_number, help=text)
+  add("--batch_size", type=positive_integer, help="rows of a step (BATCH_SIZE)")
+  add("--learning_rate", type=positive_number, help=f"({RATE})")
+  for name in ("input_length", "target_length"):
+    text = "tokens; the rest is cut (TASK_FEATURE_LENGTHS)"
+    add(f"--{name}", type=positive_integer, help=text)
+  text = "the default is bfloat16 on GPUs (network.T5Config.dtype)"
+  add("--precision", choices=("float32", "bfloat16"), help=text)
+  text = f"of shuffling and dropout; default: 0 (RANDOM_SEED, {SEED})"
+  add("--seed", type=int, default=0, help=text)
+  text = (
+    "end when so many evaluations in a row improve nothing (trainer.EarlyStoppingAction.patience)"
+  )
+  add("--patience", type=positive_integer, help=text)
   # The run itself uses what the recipe names, so this is not the option of other commands.
   text = "run whatever code MODEL's config.gin names (docs/security.md)"
   parser.add_argument("--trust", dest="trusts_model", action="store_true", help=text)
@@ -90,7 +80,7 @@ def finetune(options: argparse.Namespace) -> int:
     raise ConfigError("--steps and --epochs both set TRAIN_STEPS: give one of them")
   given = parse_command_line(["rosetta-t5 finetune", *options.flags])
   data = open_data(options)
-  text, monitor = make_recipe(options, data, given.gin_file, given.gin_bindings)
+  text = make_recipe(options, data, given.gin_file, given.gin_bindings)
   if options.dry_run:
     print(text)
     return 0
@@ -102,9 +92,16 @@ def finetune(options: argparse.Namespace) -> int:
   print(f"{file} has all that was chosen, with the reasons. This command trains as it says:")
   print(f"  python -m t5x.train --gin_file={shlex.quote(str(file))}\n", flush=True)
   from rosetta_t5 import train
+  from rosetta_t5.checkpoints import best_checkpoint
 
   train.main(["rosetta-t5 train", f"--gin_file={file}", *options.flags])
-  print(_closing_text(options, monitor))
+  best, value = best_checkpoint(options.out)
+  named = f"The best checkpoint is {best.name}: {value}. " if best else ""
+  print(
+    f"\n{named}Commands to try next:\n"
+    f"  rosetta-t5 infer --model_dir {options.out} --input new_rows.jsonl\n"
+    f"  rosetta-t5 convert {options.out} a_folder --to hf\n  rosetta-t5 report {options.out}"
+  )
   return 0
 
 
@@ -124,22 +121,3 @@ def _check_same_settings(file: pathlib.Path, text: str) -> None:
       f"{file.parent} has a run with other settings:\n  {changed}\nChoose another --out, or continue that "
       f"run as it is, or with changes: rosetta-t5 train --gin_file={file} [--gin.NAME=VALUE …]"
     )
-
-
-def _closing_text(options: argparse.Namespace, monitor: Monitor) -> str:
-  """Returns the best checkpoint and the commands that use it."""
-  from rosetta_t5.checkpoints import all_steps
-  from rosetta_t5.checkpoints.saved_items import populate_metrics_for_steps
-
-  steps, folder = all_steps(options.out), options.out
-  values = populate_metrics_for_steps(folder, f"{monitor.folder}/{monitor.name}", steps)
-  sign = -1 if monitor.mode == "min" else 1
-  best = max(steps, key=lambda step: (sign * values.get(step, -sign * math.inf), step))
-  if best != steps[-1]:
-    folder = f"{folder}/checkpoint_{best}"
-  value = f": {monitor.name} {values[best]:.4g}" if best in values else ""
-  return (
-    f"\nThe best checkpoint is checkpoint_{best}{value}. Commands to try next:\n"
-    f"  rosetta-t5 infer --model_dir {folder} --input new_rows.jsonl\n"
-    f"  rosetta-t5 convert {folder} a_folder --to hf\n  rosetta-t5 report {options.out}"
-  )

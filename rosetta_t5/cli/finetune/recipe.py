@@ -6,12 +6,13 @@ import argparse
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rosetta_t5.cli.finetune import choices
-from rosetta_t5.cli.finetune.choices import Choice, Code, Monitor
-from rosetta_t5.cli.finetune.methods import candidates
+from rosetta_t5.cli.finetune.choices import Choice, Code
+from rosetta_t5.cli.finetune.methods import candidates, method_lines
 from rosetta_t5.user_errors import ConfigError
 
 SEED = "train/utils.DatasetConfig.seed"
@@ -26,9 +27,9 @@ from t5x import trainer
 from t5x import utils
 """
 _READING = (
-  Choice("USE_CACHED_TASKS", False, ""),
+  Choice("USE_CACHED_TASKS", False),
   Choice("train/utils.DatasetConfig.pack", False, "a row is an example, so steps are epochs"),
-  Choice("train_eval/utils.DatasetConfig.pack", False, ""),
+  Choice("train_eval/utils.DatasetConfig.pack", False),
 )
 # What arrays may use of a CPU's memory, which other programs use too, and of a GPU's.
 _USABLE = {"CPU": 0.5, "GPU": 0.9}
@@ -36,8 +37,8 @@ _USABLE = {"CPU": 0.5, "GPU": 0.9}
 
 def make_recipe(
   options: argparse.Namespace, data: Any, files: Sequence[str], bindings: Sequence[str]
-) -> tuple[str, Monitor]:
-  """Returns the gin file, and the value by which checkpoints are compared.
+) -> str:
+  """Returns the gin file.
 
   Args:
     options: the values of the command's arguments.
@@ -69,16 +70,20 @@ def make_recipe(
   limit = getattr(model.network_config, "max_length", None)
   given = {"inputs": options.input_length, "targets": options.target_length}
   batch, steps, period = choices.choose_steps(found.train, options, *devices)
+  lengths = choices.choose_lengths(found.lengths, given, limit)
+  for choice in (lengths, steps):
+    if choice.is_noted:
+      print(f"note: {choice.name} = {choice.value}: {choice.reason}", file=sys.stderr)
   seeds = [Choice(name, options.seed, "makes it repeatable") for name in ("RANDOM_SEED", SEED)]
   sections = {
     "The model": _model_choices(options, model, checkpoint, devices[1]),
     "The data": [
       *data.choices(found, vocabulary, metrics),
-      choices.choose_lengths(found.lengths, given, limit),
+      lengths,
       *_READING,
     ],
     "The run": [
-      Choice("MODEL_DIR", os.path.abspath(options.out), ""),
+      Choice("MODEL_DIR", os.path.abspath(options.out)),
       *(batch, steps, *seeds),
       Choice("train_script.train.relative_steps", Code("%TRAIN_STEPS"), "after the checkpoint's"),
     ],
@@ -93,20 +98,20 @@ def make_recipe(
     f"--gin_file={shlex.quote(os.path.join(options.out, 'finetune.gin'))}\n\ninclude 'gin/runs/finetune.gin'\n\n"
     f"# The model, as in {options.model}.\n{statements}\n{_IMPORTS}"
   )
+  lines = [head, *(line for name, of in sections.items() for line in _section(name, of))]
   own = [f"include {file!r}" for file in files] + list(bindings)
-  own = ["\n# The command line.", *own] if own else []
-  for candidate in (found_candidates := candidates(options)):
-    method = candidate.choices(model, steps.value, options.learning_rate)
-    text = "\n".join([head, candidate.lines, *_lines({**sections, "The method": method})])
-    memory = _memory_choices("\n".join([text, *own]), devices[1], candidate is found_candidates[-1])
-    if memory:
+  own = _section("The command line", own) if own else []
+  for candidate in (tried := candidates(options)):
+    method = _section("The method", method_lines(candidate, options, model, steps.value))
+    text = "\n".join([*lines, *method, *own])
+    if memory := _memory_choices(text, devices[1], candidate is tried[-1]):
       break
-  return "\n".join([text, *_lines({"Memory": memory}), *own, ""]), monitor
+  return "\n".join([*lines, *method, *_section("Memory", memory), *own, ""])
 
 
-def _lines(sections: Mapping[str, Sequence[Choice]]) -> list[str]:
-  """Returns the lines of the gin file with these choices."""
-  return [line for name, found in sections.items() for line in (f"\n# {name}.", *map(str, found))]
+def _section(name: str, lines: Sequence[Choice | str]) -> list[str]:
+  """Returns lines of the gin file below a comment."""
+  return [f"\n# {name}.", *map(str, lines)]
 
 
 def _model_choices(
@@ -119,7 +124,7 @@ def _model_choices(
   precision = options.precision or ("bfloat16" if device == "GPU" else "float32")
   why = "" if options.precision else f"fast on a {device}"
   found = [
-    Choice("INITIAL_CHECKPOINT_PATH", checkpoint, ""),
+    Choice("INITIAL_CHECKPOINT_PATH", checkpoint),
     Choice("utils.RestoreCheckpointConfig.resize_vocabulary", True, "for tokens that were added"),
     Choice(f"network.{type(model.network_config).__name__}.dtype", precision, why),
   ]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.argument_types import check_one_of, near_hint
 from rosetta_t5.cli.finetune.choices import Choice, Code
 from rosetta_t5.data import reading, task_metrics
 from rosetta_t5.user_errors import ConfigError
@@ -107,7 +107,7 @@ class Files:
       reasons["validation_percent"] = share
     given = [Choice(name, value, reasons.get(name, "")) for name, value in values.items()]
     return [
-      Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()"), ""),
+      Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()")),
       *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, metrics)),
     ]
 
@@ -130,8 +130,13 @@ class Tasks:
   def measure(self, vocabulary: Any) -> Measured:
     """Tokenizes the first examples of each task, and counts all."""
     from rosetta_t5.data import known_task, mixture
-    from rosetta_t5.data.tasks.catalogue import TASKS
+    from rosetta_t5.data.tasks.catalogue import TASKS, registered_names
 
+    known = {*registered_names(), *TASKS}
+    for name in self.names:
+      if name not in known:
+        files, tasks = near_hint(name, os.listdir()), near_hint(name, known)
+        raise ConfigError(f"There is no file {name!r}{files}, and no SeqIO task{tasks}")
     own = [known_task(name, vocabulary) if name in TASKS else name for name in self.names]
     return _measure(own[0] if len(own) == 1 else mixture(own))._replace(task=own[0])
 
@@ -145,10 +150,10 @@ class Tasks:
     data = parts[0] if len(parts) == 1 else Code("@data.mixture()")
     mixed = Choice("data.mixture.tasks", parts, "in proportion to their examples")
     return [
-      Choice("MIXTURE_OR_TASK_NAME", data, ""),
+      Choice("MIXTURE_OR_TASK_NAME", data),
       *([mixed] if len(parts) > 1 else []),
-      *(Choice(f"{name}/data.known_task.name", name, "") for name in known),
-      *(Choice(f"{name}/data.known_task.vocabulary", vocabulary, "") for name in known),
+      *(Choice(f"{name}/data.known_task.name", name) for name in known),
+      *(Choice(f"{name}/data.known_task.vocabulary", vocabulary) for name in known),
     ]
 
 
@@ -158,8 +163,16 @@ def open_data(options: argparse.Namespace) -> Files | Tasks:
   Raises:
     ValueError: they cannot be read; see `Files` and `Tasks`.
   """
+  from rosetta_t5.data.tasks.known_tasks import TASKS
+
   is_task = [re.fullmatch(r"\w+", name) and not glob.glob(name) for name in options.data]
-  return Tasks(options) if all(is_task) else Files(options)
+  # Other tasks than the known ones are registered later.
+  has_columns = any(getattr(options, name) for name in _OF_FILES)
+  is_file = has_columns and not TASKS.keys() & {*options.data}
+  try:
+    return Tasks(options) if all(is_task) and not is_file else Files(options)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
 
 
 def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:

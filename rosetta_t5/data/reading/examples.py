@@ -121,13 +121,17 @@ class BlockReader:
         self.read_records(path, self.options), block * RECORDS_PER_BLOCK, None
       )
     found = list(itertools.islice(records, RECORDS_PER_BLOCK))
-    good = [fields for record in found if (fields := self._fields_of(path, *record)) is not None]
+    examples = [self._example(path, *record) for record in found]
+    bad = [each for each in examples if isinstance(each, BadExample)]
+    good = [each for each in examples if not isinstance(each, BadExample)]
     has_more = len(found) == RECORDS_PER_BLOCK
     if block == 0 and found and not good:
       raise ValueError(
         f"None of the {'first ' if has_more else ''}{len(found)} records of {path} can be used. The first "
-        f"bad one: {self.bad_examples.first}"
+        f"bad one: {bad[0]}"
       )
+    for each in bad:
+      self.bad_examples.add(each)
     if has_more:
       with self._lock:
         self._open[path, block + 1] = records
@@ -135,15 +139,10 @@ class BlockReader:
           del self._open[next(iter(self._open))]
     return list(filter(self.is_kept, good)), has_more
 
-  def _fields_of(self, path: str, line: int, record: Any) -> Fields | None:
-    """Returns the texts of a record, or None for a bad one, after counting it."""
+  def _example(self, path: str, line: int, record: Any) -> Fields | BadExample:
+    """Returns the texts of a record."""
     fields = record if isinstance(record, BadExample) else self.convert(record)
-    if isinstance(fields, str):
-      fields = BadExample(path, line, fields)
-    if isinstance(fields, BadExample):
-      self.bad_examples.add(fields)
-      return None
-    return fields
+    return BadExample(path, line, fields) if isinstance(fields, str) else fields
 
   def examples(self, path: str) -> Iterator[Fields]:
     """Yields all examples of a file."""
