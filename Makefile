@@ -65,7 +65,7 @@ golden: $(READY) ## Rewrite the golden text of every recipe (tests/golden)
 	$(BIN)/python tests/golden_recipes.py
 
 lock: ## Lock the newest versions for Python 3.11 to 3.13 (needs uv)
-	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra docs --extra t5 --extra cluster \
+	uv pip compile --quiet --upgrade --universal --python-version 3.11 --extra dev --extra docs --extra t5 --extra cluster --extra serve \
 	  --custom-compile-command 'make lock' --output-file requirements.lock setup.cfg
 
 clean: ## Remove everything that make created, except runs

@@ -17,6 +17,7 @@ SOURCES = sorted((ROOT / "rosetta_t5").rglob("*.py"))
 PACKAGES = (
   "cli",
   "run_report",
+  "serving",
   "train",
   "train_loop",
   "eval",

@@ -79,6 +79,11 @@ VERBS = {
     ("quickstart/run", "models/llama-3.2-1b-instruct --output_length 256"),
     "cli.chat:add_arguments",
   ),
+  "serve": Verb(
+    "Serve models over HTTP, with the interface of OpenAI's servers.",
+    ("--model_dir google/flan-t5-base", "--model_dir runs/base --adapter qa=runs/qa --port 8080"),
+    "cli.serve:add_arguments",
+  ),
   "check": Verb(
     "Report all errors in gin files, and what they would run; nothing is run.",
     ("my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",),

@@ -216,4 +216,6 @@ def test_few_blocks_cannot_run_here() -> None:
     "needs the gin files of another project": 1,
     "needs Slurm": 3,
     "needs XLA's GPU compiler": 2,
+    "needs the server": 2,
+    "serves until it is ended": 1,
   }

@@ -1,0 +1,67 @@
+"""`rosetta-t5 serve`, which answers requests over HTTP with models."""
+
+import argparse
+import pathlib
+import socket
+import sys
+
+from rosetta_t5.cli import text_commands
+from rosetta_t5.config.command_line import add_trust_option
+from rosetta_t5.terminal import positive_integer, positive_number
+from rosetta_t5.user_errors import ConfigError
+
+_NEEDS_TOKEN = (
+  "note: whoever reaches this address can use the models; --token_file asks for a token"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+  """Adds the arguments of `rosetta-t5 serve`."""
+  add = parser.add_argument
+  text = "a run, a folder, or OWNER/NAME on the hub, named by its last part; can be repeated"
+  add("--model_dir", action="append", required=True, help=text)
+  text = "a PEFT folder, or a run with an adapter, for the first model; can be repeated"
+  add("--adapter", action="append", metavar="NAME=PATH", help=text)
+  text_commands.add_length_options(add)
+  add("--host", default="127.0.0.1", help="an address of this machine (default: 127.0.0.1)")
+  add("--port", type=int, default=8000, help="0 is any free one (default: 8000)")
+  add("--token_file", help="lines of tokens, of which requests must have one")
+  add = parser.add_argument_group("limits").add_argument
+  for name, number, text in (
+    ("slots", 16, "texts that are generated together"),
+    ("max_waiting", 64, "texts that wait for a slot; more are refused"),
+    ("max_body_kb", 1024, "kilobytes of a request"),
+    ("timeout_s", 300, "seconds until an answer is complete"),
+  ):
+    kind = positive_number if name == "timeout_s" else positive_integer
+    add(f"--{name}", type=kind, default=number, help=f"{text} (default: {number})")
+  text_commands.add_decoding_options(parser)
+  add_trust_option(parser)
+  parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+  """Serves models until a signal ends it."""
+  try:
+    from rosetta_t5.serving import app
+  except ModuleNotFoundError as error:
+    text = f"serve needs the package {error.name}: pip install 'rosetta-t5[serve]'"
+    raise ConfigError(text) from error
+  from rosetta_t5.serving.served_model import open_models
+
+  tokens = _read_tokens(options.token_file) if options.token_file else ()
+  if not (tokens or options.host in ("localhost", "127.0.0.1", "::1")):
+    print(_NEEDS_TOKEN, file=sys.stderr)
+  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+  listening = socket.create_server((options.host, options.port), family=family)
+  requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
+  limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
+  app.serve(app.Application(open_models(options), limits, tokens), listening)
+  return 0
+
+
+def _read_tokens(path: str) -> list[str]:
+  """Returns the tokens of a file, one for each line."""
+  if tokens := pathlib.Path(path).read_text().split():
+    return tokens
+  raise ConfigError(f"--token_file {path} has no token: write one on each line")

@@ -1,0 +1,214 @@
+"""OpenAI's interface: what a request asks for, and the objects that answer it."""
+
+import base64
+import dataclasses
+import itertools
+import json
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rosetta_t5.serving import fields
+from rosetta_t5.serving.served_model import Piece, RequestError, Sampling, ServedModel, Token
+
+_MAX_BEAMS = 4
+_OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "seed", "user"}
+_LOWEST = -9999.0  # the log probability of an impossible token; JSON has no infinity
+
+
+def parse_json(body: bytes) -> Any:
+  """Returns what JSON describes.
+
+  Raises:
+    RequestError: it is not JSON, or has half of a surrogate pair, which no text can contain.
+  """
+  try:
+    value = json.loads(body)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+  except (ValueError, RecursionError) as error:
+    raise RequestError(f"the body must be JSON in UTF-8: {error}", None) from error
+  return value
+
+
+def encode_all(prompts: Any, call: Callable[[Any], list[int]], field: str) -> list[list[int]]:
+  """Returns the tokens of the prompts of a field, or of the only one.
+
+  Raises:
+    RequestError: the model refuses one; the error names the field.
+  """
+  try:
+    return [*map(call, [prompts] if fields.is_prompt(prompts) else prompts)]
+  except RequestError as error:
+    raise RequestError(f"{field}: {error}", field) from error
+
+
+def _read_messages(given: Sequence[Any]) -> list[dict[str, str]]:
+  """Returns the role and the text of each message."""
+  messages = []
+  for index, each in enumerate(given):
+    place = f"messages[{index}]."
+    message = fields.check(each, fields.MESSAGE, ("role", "content"), place)
+    role, content = message["role"], message["content"]
+    if not isinstance(content, str):
+      place += "content[{}]."
+      checked = (
+        fields.check(x, fields.PART, (*fields.PART,), place.format(n))
+        for n, x in enumerate(content)
+      )
+      content = "".join(part["text"] for part in checked)
+    # A developer is OpenAI's newer name of the system.
+    messages.append({"role": "system" if role == "developer" else role, "content": content})
+  return messages
+
+
+class Generation:
+  """A request for texts, and the objects that answer it.
+
+  Attributes:
+    prompts: the tokens of each prompt.
+    n: the number of texts for each prompt.
+    max_tokens: the most tokens of a text.
+    sampling: how tokens are chosen.
+    stop: texts before which an answer ends.
+    use_beam_search: whether the texts are the best that beam search finds.
+    is_stream: whether texts are sent while they are generated.
+    has_usage: whether a stream ends with the number of tokens.
+  """
+
+  def __init__(self, given: Mapping[str, Any], model: ServedModel, is_chat: bool, max_texts: int):
+    """Reads a request.
+
+    Args:
+      given: its fields, which are checked one by one.
+      model: the model that will answer.
+      is_chat: whether it has messages.
+      max_texts: the most texts of an answer.
+
+    Raises:
+      RequestError: fields contradict one another, or the model cannot do what they ask for.
+    """
+    get, self._is_chat, self._top = given.get, is_chat, given.get("logprobs")
+    if not is_chat:
+      self.prompts = encode_all(given["prompt"], model.encode, "prompt")
+    elif not model.has_chat:
+      text = f"the model {model.name!r} has no chat template: use /v1/completions"
+      raise RequestError(text, "model")
+    else:
+      messages = _read_messages(given["messages"])
+      self.prompts = encode_all([messages], model.encode_chat, "messages")
+      self._top = get("top_logprobs", 0) if self._top else None
+    self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
+    self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
+    values = {name: given[name] for name in fields.SAMPLING if name in given}
+    values |= {"top_k": max(get("top_k", 0), 0), "seed": get("seed", secrets.randbits(31)) % 2**31}
+    self.sampling, stop = Sampling(**values), get("stop", [])
+    self.stop = [stop] if isinstance(stop, str) else stop
+    self.is_stream = get("stream", False)
+    options = (get("stream_options", {}), fields.STREAM_OPTIONS, (), "stream_options.")
+    self.has_usage = fields.check(*options).get("include_usage", False)
+    self._check(given, model.output_length, max_texts)
+    kind, name = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
+    name += ".chunk" * (is_chat and self.is_stream)
+    self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": name, "created": int(time.time())}
+    self._head["model"] = model.name
+    self._lengths, self._count = dict[int, int](), 0
+
+  def _check(self, given: Mapping[str, Any], length: int, max_texts: int) -> None:
+    most, count, has_top = self.max_tokens, self.n * len(self.prompts), self._top is not None
+    name = "max_tokens" if given.get("max_tokens") == most else "max_completion_tokens"
+    lacks_stream, has_stream_options = not self.is_stream, "stream_options" in given
+    conditions = [
+      (name, most <= length, f"at most {length}, the server's --output_length"),
+      ("max_tokens", given.get("max_tokens", most) == most, "equal to max_completion_tokens"),
+      ("min_tokens", self.sampling.min_tokens <= most, f"at most {most}, the most tokens"),
+      ("n", count <= max_texts, f"such that all prompts have at most {max_texts} texts"),
+      ("best_of", given.get("best_of", self.n) == self.n, f"{self.n}, like n"),
+      ("stream_options", not (has_stream_options and lacks_stream), "left out without stream"),
+      ("top_logprobs", has_top or "top_logprobs" not in given, "left out without logprobs"),
+    ]
+    if self.use_beam_search:
+      others = {key for key, value in given.items() if value} - _OF_BEAM_SEARCH
+      conditions += [(key, False, "left out with use_beam_search") for key in sorted(others)]
+      conditions += [("n", self.n <= _MAX_BEAMS, f"at most {_MAX_BEAMS} with use_beam_search")]
+    for name, holds, expected in conditions:
+      if not holds:
+        raise RequestError(f"{name} must be {expected}, got {given.get(name)}", name)
+
+  def texts(self) -> list[tuple[Sequence[int], Sampling]]:
+    """Returns the prompt and the sampling of each text, whose seeds count up."""
+    prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
+    return [
+      (prompt, dataclasses.replace(self.sampling, seed=(self.sampling.seed + index) % 2**31))
+      for index, prompt in enumerate(prompts)
+    ]
+
+  def part(self, index: int, piece: Piece) -> dict[str, Any]:
+    """Returns an object of a stream: a piece of the text with this index."""
+    usage = {"usage": None} if self.has_usage else {}
+    return {**self._head, "choices": [self._choice(index, piece)], **usage}
+
+  def end(self) -> dict[str, Any]:
+    """Returns the last object of a stream with `has_usage`."""
+    return {**self._head, "choices": [], "usage": self._usage()}
+
+  def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
+    """Returns the answer as one object."""
+    choices = [self._choice(index, piece) for index, piece in enumerate(texts)]
+    return {**self._head, "choices": choices, "usage": self._usage()}
+
+  def _usage(self) -> dict[str, int]:
+    return usage(self.prompts, self._count)
+
+  def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    role = {} if index in self._lengths else {"role": "assistant"}
+    start = self._lengths.get(index, 0)
+    self._lengths[index] = start + len(piece.text)
+    self._count += len(piece.tokens)
+    logprobs: Any = None
+    if self._top is not None:
+      list_logprobs = _chat_logprobs if self._is_chat else _text_logprobs
+      logprobs = list_logprobs(piece.tokens, self._top, start)
+    kind = "delta" if self.is_stream else "message"
+    text = {kind: {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+
+
+def _text_logprobs(tokens: Sequence[Token], top: int, start: int) -> dict[str, Any]:
+  lengths = (len(token.text) for token in tokens)
+  rows = [(*token.top[:top], (token.text, token.logprob)) for token in tokens]
+  return {
+    "tokens": [token.text for token in tokens],
+    "token_logprobs": [finite(token.logprob) for token in tokens],
+    "top_logprobs": [{text: finite(number) for text, number in row} for row in rows],
+    "text_offset": [*itertools.accumulate(lengths, initial=start)][:-1],
+  }
+
+
+def _chat_logprobs(tokens: Sequence[Token], top: int, start: int) -> dict[str, Any]:
+  def shown(text: str, number: float) -> dict[str, Any]:
+    return {"token": text, "logprob": finite(number), "bytes": [*text.encode()]}
+
+  rows = [[shown(*each) for each in token.top[:top]] for token in tokens]
+  pairs = zip(tokens, rows, strict=True)
+  return {"content": [{**shown(t.text, t.logprob), "top_logprobs": row} for t, row in pairs]}
+
+
+def finite(logprob: float) -> float:
+  """Returns a log probability as a number that JSON has."""
+  return max(float(logprob), _LOWEST)
+
+
+def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> dict[str, int]:
+  """Returns the numbers of tokens of prompts and of the answer."""
+  counts = {"prompt_tokens": sum(map(len, prompts)), "completion_tokens": completion_tokens}
+  return {**counts, "total_tokens": sum(counts.values())}
+
+
+def encode_vector(vector: Sequence[float], encoding: str) -> list[float] | str:
+  """Returns a vector in an `encoding_format`."""
+  as_bytes = np.asarray(vector, "<f4").tobytes()
+  return base64.b64encode(as_bytes).decode() if encoding == "base64" else [*map(float, vector)]

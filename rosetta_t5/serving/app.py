@@ -1,0 +1,197 @@
+"""The web server: addresses, access, limits of time and number, metrics, and how it ends."""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import pathlib
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import prometheus_client
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from rosetta_t5.serving.endpoints import ERRORS, Endpoints, Limits, response_to
+from rosetta_t5.serving.served_model import ServedModel, Stopping
+
+_PAGE = pathlib.Path(__file__).parent / "page"
+_PAGES = {f"/{file.name}": file for file in _PAGE.iterdir()} | {"/": _PAGE / "index.html"}
+_POLICY = (
+  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+  "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = [
+  (b"content-security-policy", _POLICY.encode()),
+  (b"x-content-type-options", b"nosniff"),
+  (b"cache-control", b"no-store"),
+]
+
+
+class Application:
+  """An ASGI application that answers requests, refuses them, and ends those that take too long.
+
+  Attributes:
+    models: by name.
+    is_stopping: whether new requests are refused.
+    running: the number of requests whose answer is not complete.
+  """
+
+  def __init__(self, models: Mapping[str, ServedModel], limits: Limits, tokens: Sequence[str] = ()):
+    """Makes the application; it starts and stops the models.
+
+    Args:
+      models: by name; a request without a name is for the first one.
+      limits: what requests may use.
+      tokens: a request must have one of them in its header; if there are none, it needs none.
+    """
+    self.models, self._limits = models, limits
+    self._authorizations = [f"Bearer {token}".encode() for token in tokens]
+    self.is_stopping, self.running = False, 0
+    self._make_metrics()
+    endpoints = Endpoints(models, limits)
+    answers = {
+      "/v1/completions": functools.partial(endpoints.generate, is_chat=False),
+      "/v1/chat/completions": functools.partial(endpoints.generate, is_chat=True),
+      "/v1/embeddings": endpoints.embed,
+      "/score": endpoints.score,
+    }
+    routes = [
+      *(Route(path, functools.partial(_send, file)) for path, file in _PAGES.items()),
+      *(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
+      Route("/v1/models", endpoints.list_models),
+      Route("/v1/models/{name}", endpoints.show_model),
+      Route("/health", self._show_health),
+      Route("/metrics", self._show_metrics),
+    ]
+    self._paths = {route.path for route in routes}
+    handlers: dict[Any, Any] = dict.fromkeys(ERRORS, lambda request, error: response_to(error))
+    self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._run_models)
+
+  @contextlib.asynccontextmanager
+  async def _run_models(self, _: Starlette) -> AsyncIterator[None]:
+    try:
+      for model in self.models.values():
+        await model.start()
+      yield
+    finally:
+      for model in self.models.values():
+        await model.stop(drain=False)
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["type"] != "http":
+      await self._app(scope, receive, send)
+      return
+    begun, status = time.monotonic(), 0
+    path = scope["path"] if scope["path"] in self._paths else "other"
+
+    async def send_with_headers(message: Message) -> None:
+      nonlocal status
+      if message["type"] == "http.response.start":
+        status, headers = message["status"], [*message["headers"], *_HEADERS]
+        message = {**message, "headers": headers}
+        self._first_byte_seconds.labels(path).observe(time.monotonic() - begun)
+      await send(message)
+
+    messages: asyncio.Queue[Message] = asyncio.Queue(1)
+
+    async def forward_until_gone() -> None:
+      while (message := await receive())["type"] != "http.disconnect":
+        await messages.put(message)
+
+    self.running += 1
+    app: Any = self._refusal(scope) or self._app
+    scope["tasks"] = tasks = [asyncio.create_task(forward_until_gone())]
+    tasks.append(work := asyncio.create_task(app(scope, messages.get, send_with_headers)))
+    try:
+      # Texts end in time by themselves. This is for clients that send or read slowly.
+      timeout_s = self._limits.timeout_s + 1
+      done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+      if work in done:
+        work.result()
+      elif not (done or status):
+        await response_to(TimeoutError())(scope, receive, send_with_headers)
+    finally:
+      for task in tasks:
+        task.cancel()
+      await asyncio.gather(*tasks, return_exceptions=True)
+      self.running -= 1
+      self._requests.labels(path, status).inc()
+      self._seconds.labels(path).observe(time.monotonic() - begun)
+
+  def _refusal(self, scope: Scope) -> Response | None:
+    """Returns the answer to a request that gets no other."""
+    if scope["path"] in (*_PAGES, "/health"):
+      return None
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    found = [hmac.compare_digest(given, known) for known in self._authorizations]
+    if found and not any(found):
+      text = "this server needs the header Authorization: Bearer TOKEN, a client's api_key"
+      return response_to(HTTPException(401, text))
+    if scope["method"] == "POST" and self.is_stopping:
+      return response_to(Stopping())
+    if scope["method"] == "POST" and self.running > self._limits.requests:
+      return response_to(HTTPException(429, f"{self._limits.requests} requests are running"))
+    return None
+
+  async def _show_health(self, request: Request) -> Response:
+    failed = [f"{m.name} has failed: {m.failure}" for m in self.models.values() if m.failure]
+    if failed or self.is_stopping:
+      return response_to(Stopping("; ".join(failed)))
+    return JSONResponse({"status": "ok"})
+
+  def _make_metrics(self) -> None:
+    self._registry = prometheus_client.CollectorRegistry()
+    own: dict[str, Any] = {"namespace": "rosetta_t5", "registry": self._registry}
+    self._requests = prometheus_client.Counter("requests", "Requests", ("path", "status"), **own)
+    own["buckets"], make = [0.01 * 2**n for n in range(15)], prometheus_client.Histogram
+    self._seconds = make("request_seconds", "Time of an answer", ("path",), **own)
+    text = "Time to the beginning of an answer, which is the first token of a stream"
+    self._first_byte_seconds = make("first_byte_seconds", text, ("path",), **own)
+
+  async def _show_metrics(self, request: Request) -> Response:
+    rows = [(m.name, *item) for m in self.models.values() for item in m.statistics().items()]
+    lines = [prometheus_client.generate_latest(self._registry).decode()]
+    for key in dict.fromkeys(key for _, key, _ in rows):
+      kind = "counter" if key.endswith("_total") else "gauge"
+      lines.append(f"# TYPE rosetta_t5_{key} {kind}\n")
+      lines += [f'rosetta_t5_{k}{{model="{name}"}} {x}\n' for name, k, x in rows if k == key]
+    return Response("".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+async def _send(file: pathlib.Path, request: Request) -> Response:
+  return FileResponse(file)
+
+
+def serve(app: Application, listening: socket.socket) -> None:
+  """Serves at a socket until SIGTERM or Ctrl-C, and then until all answers are complete.
+
+  A second signal ends it at once.
+  """
+  config = uvicorn.Config(
+    app, log_level="warning", timeout_graceful_shutdown=1, server_header=False
+  )
+  _Server(config).run([listening])
+
+
+class _Server(uvicorn.Server):
+  async def on_tick(self, counter: int) -> bool:
+    app: Any = self.config.app
+    if not counter:
+      host, port, *_ = self.servers[0].sockets[0].getsockname()
+      place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+      print(f"serving {', '.join(app.models)} at http://{place}", flush=True)
+    return await super().on_tick(counter) or (app.is_stopping and not app.running)
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    app: Any = self.config.app
+    if app.is_stopping:
+      super().handle_exit(sig, frame)
+    app.is_stopping = True
