@@ -47,7 +47,7 @@ def _serve(options: argparse.Namespace) -> int:
   except ModuleNotFoundError as error:
     text = f"serve needs the package {error.name}: pip install 'rosetta-t5[serve]'"
     raise ConfigError(text) from error
-  from rosetta_t5.serving.served_model import open_models
+  from rosetta_t5.serving.opening_tmp import open_models
 
   tokens = _read_tokens(options.token_file) if options.token_file else ()
   if not (tokens or options.host in ("localhost", "127.0.0.1", "::1")):

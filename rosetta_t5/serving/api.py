@@ -7,7 +7,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,16 +34,10 @@ def parse_json(body: bytes) -> Any:
   return value
 
 
-def encode_all(prompts: Any, call: Callable[[Any], list[int]], field: str) -> list[list[int]]:
-  """Returns the tokens of the prompts of a field, or of the only one.
-
-  Raises:
-    RequestError: the model refuses one; the error names the field.
-  """
-  try:
-    return [*map(call, [prompts] if fields.is_prompt(prompts) else prompts)]
-  except RequestError as error:
-    raise RequestError(f"{field}: {error}", field) from error
+def encode_all(prompts: Any, model: ServedModel, field: str) -> list[list[int]]:
+  """Returns the tokens of the prompts of a field, or of the only one."""
+  given = [prompts] if fields.is_prompt(prompts) else prompts
+  return [model.encode(prompt, field) for prompt in given]
 
 
 def _read_messages(given: Sequence[Any]) -> list[dict[str, str]]:
@@ -92,24 +86,20 @@ class Generation:
       RequestError: fields contradict one another, or the model cannot do what they ask for.
     """
     get, self._is_chat, self._top = given.get, is_chat, given.get("logprobs")
-    if not is_chat:
-      self.prompts = encode_all(given["prompt"], model.encode, "prompt")
-    elif not model.has_chat:
-      text = f"the model {model.name!r} has no chat template: use /v1/completions"
-      raise RequestError(text, "model")
-    else:
-      messages = _read_messages(given["messages"])
-      self.prompts = encode_all([messages], model.encode_chat, "messages")
+    if is_chat:
+      self.prompts = [model.encode_chat(_read_messages(given["messages"]))]
       self._top = get("top_logprobs", 0) if self._top else None
+    else:
+      self.prompts = encode_all(given["prompt"], model, "prompt")
     self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
     self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
     values = {name: given[name] for name in fields.SAMPLING if name in given}
     values |= {"top_k": max(get("top_k", 0), 0), "seed": get("seed", secrets.randbits(31)) % 2**31}
+    values["reports_probabilities"] = self._top is not None
     self.sampling, stop = Sampling(**values), get("stop", [])
     self.stop = [stop] if isinstance(stop, str) else stop
     self.is_stream = get("stream", False)
-    options = (get("stream_options", {}), fields.STREAM_OPTIONS, (), "stream_options.")
-    self.has_usage = fields.check(*options).get("include_usage", False)
+    self.has_usage = get("stream_options", {}).get("include_usage", False)
     self._check(given, model.output_length, max_texts)
     kind, name = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
     name += ".chunk" * (is_chat and self.is_stream)
@@ -120,14 +110,13 @@ class Generation:
   def _check(self, given: Mapping[str, Any], length: int, max_texts: int) -> None:
     most, count, has_top = self.max_tokens, self.n * len(self.prompts), self._top is not None
     name = "max_tokens" if given.get("max_tokens") == most else "max_completion_tokens"
-    lacks_stream, has_stream_options = not self.is_stream, "stream_options" in given
     conditions = [
       (name, most <= length, f"at most {length}, the server's --output_length"),
       ("max_tokens", given.get("max_tokens", most) == most, "equal to max_completion_tokens"),
       ("min_tokens", self.sampling.min_tokens <= most, f"at most {most}, the most tokens"),
       ("n", count <= max_texts, f"such that all prompts have at most {max_texts} texts"),
       ("best_of", given.get("best_of", self.n) == self.n, f"{self.n}, like n"),
-      ("stream_options", not (has_stream_options and lacks_stream), "left out without stream"),
+      ("stream_options", self.is_stream or not self.has_usage, "left out without stream"),
       ("top_logprobs", has_top or "top_logprobs" not in given, "left out without logprobs"),
     ]
     if self.use_beam_search:

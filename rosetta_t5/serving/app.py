@@ -20,7 +20,9 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from rosetta_t5.serving.endpoints import ERRORS, Endpoints, Limits, response_to
-from rosetta_t5.serving.served_model import ServedModel, Stopping
+from rosetta_t5.serving.engine import Stopping
+from rosetta_t5.serving.served_model import ServedModel
+from rosetta_t5.user_errors import reason_of
 
 _PAGE = pathlib.Path(__file__).parent / "page"
 _PAGES = {f"/{file.name}": file for file in _PAGE.iterdir()} | {"/": _PAGE / "index.html"}
@@ -57,7 +59,7 @@ class Application:
     self.is_stopping, self.running = False, 0
     self._make_metrics()
     endpoints = Endpoints(models, limits)
-    answers = {
+    answers: dict[str, Any] = {
       "/v1/completions": functools.partial(endpoints.generate, is_chat=False),
       "/v1/chat/completions": functools.partial(endpoints.generate, is_chat=True),
       "/v1/embeddings": endpoints.embed,
@@ -77,13 +79,11 @@ class Application:
 
   @contextlib.asynccontextmanager
   async def _run_models(self, _: Starlette) -> AsyncIterator[None]:
-    try:
+    with contextlib.ExitStack() as stack:
       for model in self.models.values():
-        await model.start()
+        model.start()
+        stack.callback(model.stop, drain=False)
       yield
-    finally:
-      for model in self.models.values():
-        await model.stop(drain=False)
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
@@ -142,7 +142,7 @@ class Application:
     return None
 
   async def _show_health(self, request: Request) -> Response:
-    failed = [f"{m.name} has failed: {m.failure}" for m in self.models.values() if m.failure]
+    failed = [f"{m.name} has failed: {reason_of(m.error)}" for m in self.models.values() if m.error]
     if failed or self.is_stopping:
       return response_to(Stopping("; ".join(failed)))
     return JSONResponse({"status": "ok"})

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.serving import api, fields
-from rosetta_t5.serving.served_model import Overloaded, Piece, RequestError, ServedModel, Stopping
+from rosetta_t5.serving.engine import Overloaded, Stopping
+from rosetta_t5.serving.served_model import Piece, RequestError, ServedModel
 from rosetta_t5.user_errors import reason_of
 
 _log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ class Endpoints:
     deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
     schema = (fields.CHAT, "messages") if is_chat else (fields.COMPLETION, "prompt")
     model, given = await self._read(request, *schema)
-    call = (api.Generation, given, model, is_chat, self._limits.texts)
-    asked = await asyncio.to_thread(*call)
+    read, most = api.Generation, self._limits.texts
+    asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
       lists = [await model.beams(prompt, asked.n) for prompt in asked.prompts]
       return JSONResponse(asked.whole([Piece(x, (), "stop") for found in lists for x, _ in found]))
@@ -126,10 +127,10 @@ class Endpoints:
   async def embed(self, request: Request) -> Response:
     """Answers POST /v1/embeddings."""
     model, given = await self._read(request, fields.EMBEDDING, "input")
-    if not model.has_encoder:
-      raise RequestError(f"the model {model.name!r} has no encoder, which makes vectors", "model")
-    prompts = await asyncio.to_thread(api.encode_all, given["input"], model.encode, "input")
-    vectors = await model.embed(prompts)
+    prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
+    # A few at a time, because they share the model's queue.
+    rows = [prompts[n : n + 8] for n in range(0, len(prompts), 8)]
+    vectors = [vector for row in rows for vector in await model.embed(row)]
     if (size := given.get("dimensions", len(vectors[0]))) != len(vectors[0]):
       raise RequestError(f"dimensions must be {len(vectors[0])}, got {size}", "dimensions")
     kind, item = given.get("encoding_format", "float"), {"object": "embedding"}
@@ -144,10 +145,11 @@ class Endpoints:
     if len(inputs) != len(targets):
       text = f"targets must be {len(inputs)} texts, one for each input, got {len(targets)}"
       raise RequestError(text, "targets")
-    prompts = await asyncio.to_thread(api.encode_all, inputs, model.encode, "inputs")
-    rows = await model.score([*zip(prompts, targets, strict=True)])
+    prompts = await asyncio.to_thread(api.encode_all, inputs, model, "inputs")
+    pairs = [*zip(prompts, targets, strict=True)]
+    rows = [row for n in range(0, len(pairs), 8) for row in await model.score(pairs[n : n + 8])]
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
-    scores = [sum(token["logprob"] for token in row) for row in tokens]
+    scores = [sum(api.finite(t.logprob) for t in row) for row in rows]
     usage = api.usage(prompts, sum(map(len, rows)))
     return _listed(model, scores=scores, tokens=tokens, usage=usage)
 
@@ -182,7 +184,7 @@ async def _generate(
       index, piece = await queue.get()
     if isinstance(piece, Exception):
       raise piece
-    running -= piece.finish_reason is not None
+    running -= int(piece.finish_reason is not None)
     yield index, piece
 
 
@@ -191,8 +193,12 @@ async def _join(pieces: AsyncIterator[tuple[int, Piece]]) -> list[Piece]:
   found: dict[int, list[Piece]] = {}
   async for index, piece in pieces:
     found.setdefault(index, []).append(piece)
-  columns = [zip(*found[index], strict=True) for index in sorted(found)]
-  return [Piece("".join(text), sum(tokens, ()), ends[-1]) for text, tokens, ends in columns]
+  return [
+    Piece(
+      "".join(p.text for p in row), tuple(t for p in row for t in p.tokens), row[-1].finish_reason
+    )
+    for _, row in sorted(found.items())
+  ]
 
 
 async def _events(

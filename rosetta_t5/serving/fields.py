@@ -73,10 +73,7 @@ def _only(*values: Any) -> Condition:
   return Condition(f"{text}, because this server does not have it", lambda x: x in values)
 
 
-_TEXT, _FLAG, _OBJECT = (
-  Condition(text, _is(kind))
-  for text, kind in (("a text", str), ("true or false", bool), ("an object", dict))
-)
+_TEXT, _FLAG = Condition("a text", _is(str)), Condition("true or false", _is(bool))
 _TEXTS = Condition(f"a list of 1 to {_MOST} texts", lambda x: _is_list(x, _is(str)))
 _PROMPTS = Condition(
   f"a text, a list of token ids, or a list of 1 to {_MOST} of these",
@@ -85,6 +82,10 @@ _PROMPTS = Condition(
 _STOP = Condition(
   "a text, or a list of at most 4 texts, none of them empty",
   lambda x: x == [] or _is_list([x] if x == str(x) else x, lambda y: y and y == str(y), 4),
+)
+_STREAM_OPTIONS = Condition(
+  '{"include_usage": true}, or the same with false',
+  lambda x: x in [{"include_usage": y} for y in (True, False)],
 )
 SAMPLING = {
   "temperature": _number(0, 2),
@@ -100,7 +101,7 @@ _GENERATION = {
   **SAMPLING,
   "n": _integer(1, 8),
   "stop": _STOP,
-  "stream_options": _OBJECT,
+  "stream_options": _STREAM_OPTIONS,
   **dict.fromkeys(("stream", "use_beam_search", "parallel_tool_calls"), _FLAG),
   **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key"), _TEXT),
   **dict.fromkeys(("max_tokens", "max_completion_tokens"), _integer(1, _INT32)),
@@ -119,7 +120,6 @@ COMPLETION = {**_GENERATION, **_OWN}
 _MESSAGES = Condition(f"a list of 1 to {_MOST} messages", lambda x: _is_list(x, _is(dict)))
 _OWN = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
 CHAT = {**_GENERATION, **_OWN}
-STREAM_OPTIONS = {"include_usage": _FLAG}
 _CONTENT = Condition(
   "a text or a list of parts", lambda x: isinstance(x, str) or _is_list(x, _is(dict))
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import time
 
 import httpx2
@@ -12,9 +13,11 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from rosetta_t5 import cli
 from rosetta_t5.serving.app import Application
 from rosetta_t5.serving.endpoints import Limits
-from rosetta_t5.serving.served_model import Overloaded, Piece, RequestError, Sampling, Token
+from rosetta_t5.serving.engine import Overloaded
+from rosetta_t5.serving.served_model import Piece, RequestError, Sampling, Token
 
 LIMITS = Limits(body_bytes=10_000, timeout_s=5, requests=20, texts=20)
 
@@ -25,16 +28,16 @@ class LetterModel:
   input_length, output_length, has_chat, has_encoder = 40, 30, True, True
 
   def __init__(self, name="letters"):
-    self.name, self.failure, self.asked, self.open = name, None, [], 0
+    self.name, self.error, self.asked, self.open = name, None, [], 0
 
-  def encode(self, prompt):
+  def encode(self, prompt, field):
     ids = [ord(x) for x in prompt] if isinstance(prompt, str) else list(prompt)
     if len(ids) > self.input_length:
-      raise RequestError(f"{len(ids)} tokens are more than --input_length 40")
+      raise RequestError(f"{field} must have 1 to 40 tokens, got {len(ids)}", field)
     return ids
 
   def encode_chat(self, messages):
-    return self.encode("".join(f"[{m['role']}]{m['content']}" for m in messages))
+    return self.encode("".join(f"[{m['role']}]{m['content']}" for m in messages), "messages")
 
   async def generate(self, tokens, max_tokens, sampling, stop=()):
     text = "".join(map(chr, tokens)).upper()
@@ -48,8 +51,8 @@ class LetterModel:
         if "WAIT" in text and index:
           await asyncio.sleep(60)
         if "FAIL" in text and index == 2 * ("LATE" in text):
-          self.failure = "the device is lost"
-          raise RuntimeError("the device is lost")
+          self.error = RuntimeError("the device is lost")
+          raise self.error
         yield Piece(letter, (_token(letter),), None)
       yield Piece("", (), "stop" if len(text) < max_tokens else "length")
     finally:
@@ -68,10 +71,10 @@ class LetterModel:
   def statistics(self):
     return {"requests_running": self.open, "tokens_generated_total": 7}
 
-  async def start(self):
+  def start(self):
     pass
 
-  async def stop(self, drain):
+  def stop(self, drain):
     pass
 
 
@@ -269,7 +272,7 @@ def test_fields_with_neutral_values_are_accepted(client):
     ("completions", "prompt", None, "got null"),
     ("completions", "prompt", [], "got []"),
     ("completions", "prompt", ["a", 1], "a text, a list of token ids"),
-    ("completions", "prompt", "x" * 41, "more than --input_length 40"),
+    ("completions", "prompt", "x" * 41, "prompt must have 1 to 40 tokens, got 41"),
     (
       "completions",
       "logit_bias",
@@ -340,17 +343,6 @@ def test_beam_search_refuses_what_it_does_not_have(client):
     assert error_of(client.post("/v1/completions", json=given), 400)["param"] == field
 
 
-def test_models_without_a_chat_template_or_an_encoder_say_so(client, model):
-  model.has_chat = model.has_encoder = False
-  given = {"messages": [{"role": "user", "content": "a"}]}
-  assert (
-    "no chat template" in error_of(client.post("/v1/chat/completions", json=given), 400)["message"]
-  )
-  assert (
-    "no encoder" in error_of(client.post("/v1/embeddings", json={"input": "a"}), 400)["message"]
-  )
-
-
 @pytest.mark.parametrize(
   "body",
   [b"", b"{", b"[1]", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"\xff", b"[" * 9000,
@@ -391,7 +383,10 @@ def test_a_model_that_fails_is_reported_by_the_answer_and_by_health(client, mode
   error = error_of(client.post("/v1/completions", json={"prompt": "fail"}), 500)
   assert error["message"] == "the model has failed: RuntimeError: the device is lost"
   assert error["type"] == "server_error"
-  assert "letters has failed: the device is lost" in error_of(client.get("/health"), 503)["message"]
+  assert (
+    "letters has failed: RuntimeError: the device is lost"
+    in error_of(client.get("/health"), 503)["message"]
+  )
 
 
 def test_an_error_in_a_stream_is_its_last_event(ai):
@@ -495,3 +490,14 @@ def test_new_requests_are_refused_while_the_server_stops(model):
     assert response.headers["retry-after"]
     assert "stopping" in error_of(client.get("/health"), 503)["message"]
     assert client.get("/metrics").status_code == 200
+
+
+def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(tmp_path, capsys):
+  (tmp_path / "tokens").write_text("\n")
+  call = ["serve", "--model_dir", "nowhere"]
+  with pytest.raises(SystemExit, match="2"):
+    cli.main([*call, "--token_file", str(tmp_path / "tokens")])
+  assert "has no token" in capsys.readouterr().err
+  with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="1"):
+    cli.main([*call, "--port", str(taken.getsockname()[1])])
+  assert "Address already in use" in capsys.readouterr().err
