@@ -66,6 +66,7 @@ class LetterModel:
     return [[_token(letter) for letter in target] for _, target in pairs]
 
   async def embed(self, prompts):
+    await asyncio.sleep(60 * (ord("W") in prompts[0]))
     return [[len(prompt), 0.5] for prompt in prompts]
 
   def statistics(self):
@@ -409,6 +410,8 @@ def test_an_answer_that_takes_too_long_is_given_up():
     assert json.loads(events[0])["choices"][0]["text"] == "W"
     assert "--timeout_s" in json.loads(events[1])["error"]["message"]
     assert events[2] == "[DONE]"
+    response = client.post("/v1/embeddings", json={"input": "W"})
+    assert "--timeout_s" in error_of(response, 503)["message"]
     deadline = time.monotonic() + 5
     while model.open and time.monotonic() < deadline:
       time.sleep(0.01)
