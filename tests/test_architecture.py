@@ -23,7 +23,6 @@ PACKAGES = (
   "eval",
   "infer",
   "interactive",
-  "serving",
   "export",
   "precompile",
   "gpu_program",

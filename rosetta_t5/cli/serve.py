@@ -4,6 +4,7 @@ import argparse
 import pathlib
 import socket
 import sys
+from typing import Any
 
 from rosetta_t5.cli import text_commands
 from rosetta_t5.config.command_line import add_trust_option
@@ -47,8 +48,6 @@ def _serve(options: argparse.Namespace) -> int:
   except ModuleNotFoundError as error:
     text = f"serve needs the package {error.name}: pip install 'rosetta-t5[serve]'"
     raise ConfigError(text) from error
-  from rosetta_t5.serving.opening_tmp import open_models
-
   tokens = _read_tokens(options.token_file) if options.token_file else ()
   if not (tokens or options.host in ("localhost", "127.0.0.1", "::1")):
     print(_NEEDS_TOKEN, file=sys.stderr)
@@ -56,8 +55,35 @@ def _serve(options: argparse.Namespace) -> int:
   listening = socket.create_server((options.host, options.port), family=family)
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
-  app.serve(app.Application(open_models(options), limits, tokens), listening)
+  app.serve(app.Application(_open_models(options), limits, tokens), listening)
   return 0
+
+
+def _open_models(options: argparse.Namespace) -> dict[str, Any]:
+  """Returns the models by name: those of --model_dir, and the first one with each --adapter."""
+  from rosetta_t5 import decoding
+  from rosetta_t5.serving import ServedModel
+  from rosetta_t5.trained_model import open_model_dir
+
+  given: dict[str, tuple[str, tuple[str, ...]]]
+  given = {pathlib.PurePath(path).name: (path, ()) for path in options.model_dir}
+  for text in options.adapter or ():
+    name, _, path = text.partition("=")
+    if not path or name in given:
+      expected = "NAME=PATH, with a name that no other model has"
+      raise ConfigError(f"--adapter must be {expected}, got {text} (models: {', '.join(given)})")
+    given[name] = options.model_dir[0], (path,)
+  if len(given) < len(options.model_dir) + len(options.adapter or ()):
+    raise ConfigError("the folders of --model_dir must have different last parts, their names")
+  models: dict[str, Any] = {}
+  for name, (path, adapters) in given.items():
+    opened = open_model_dir(path, (), options.trust, adapters)
+    controls = text_commands.decoding_controls(options, opened.model)
+    controls["pad_id"] = opened.model.pad_id
+    lengths = text_commands.feature_lengths(opened.lengths, options)
+    limits = (options.slots, options.max_waiting)
+    models[name] = ServedModel(name, opened, lengths, *limits, decoding.Controls(**controls))
+  return models
 
 
 def _read_tokens(path: str) -> list[str]:

@@ -352,6 +352,15 @@ def feature_lengths(trained: Mapping[str, int], options: argparse.Namespace) -> 
   return lengths | {name: length for name, length in given.items() if length is not None}
 
 
+def decoding_controls(options: argparse.Namespace, model: Any) -> dict[str, Any]:
+  """Returns the options that control what predictions may contain, by the names of `decoding.Controls`."""
+  values = {name: getattr(options, name) for name in DECODING_OPTIONS}
+  given = {name: value for name, value in values.items() if value is not None}
+  if words := given.pop("bad_word", None):
+    given["bad_words_ids"] = [model.output_vocabulary.encode(word) for word in words]
+  return given
+
+
 def apply_decoding_options(options: argparse.Namespace, model: Any) -> None:
   """Makes a model decode as the options specify.
 
@@ -360,10 +369,7 @@ def apply_decoding_options(options: argparse.Namespace, model: Any) -> None:
   """
   from rosetta_t5.models.base_model import set_decode_fn
 
-  values = {name: getattr(options, name) for name in DECODING_OPTIONS}
-  given = {name: value for name, value in values.items() if value is not None}
-  if words := given.pop("bad_word", None):
-    given["bad_words_ids"] = [model.output_vocabulary.encode(word) for word in words]
+  given = decoding_controls(options, model)
   if any((getattr(options, name, None) or 1) > 1 for name in ("n_best", "num_decodes")):
     _search_instead_of_greedy(model)
   if given:
