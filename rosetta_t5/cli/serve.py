@@ -52,10 +52,11 @@ def _serve(options: argparse.Namespace) -> int:
   if not (tokens or options.host in ("localhost", "127.0.0.1", "::1")):
     print(_NEEDS_TOKEN, file=sys.stderr)
   family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-  listening = socket.create_server((options.host, options.port), family=family)
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
-  app.serve(app.Application(_open_models(options), limits, tokens), listening)
+  # An address in use is an error before the models are read.
+  with socket.create_server((options.host, options.port), family=family) as listening:
+    app.serve(app.Application(_open_models(options), limits, tokens), listening)
   return 0
 
 

@@ -144,8 +144,9 @@ class Generation:
     """Returns the last object of a stream with `has_usage`."""
     return {**self._head, "choices": [], "usage": self._usage()}
 
-  def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-    """Returns the answer as one object."""
+  def whole(self, texts: Sequence[Piece], count: int = 0) -> dict[str, Any]:
+    """Returns the answer as one object; `count` is the number of tokens that the texts do not list."""
+    self._count += count
     choices = [self._choice(index, piece) for index, piece in enumerate(texts)]
     return {**self._head, "choices": choices, "usage": self._usage()}
 

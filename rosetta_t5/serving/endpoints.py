@@ -116,8 +116,9 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      lists = [await model.beams(prompt, asked.n) for prompt in asked.prompts]
-      return JSONResponse(asked.whole([Piece(x, (), "stop") for found in lists for x, _ in found]))
+      found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
+      count = sum(length for *_, length in found)
+      return JSONResponse(asked.whole([Piece(text, (), "stop") for text, *_ in found], count))
     pieces = _generate(request, model, asked, deadline)
     if not asked.is_stream:
       return JSONResponse(asked.whole(await _join(pieces)))

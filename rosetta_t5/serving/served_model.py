@@ -250,11 +250,15 @@ class ServedModel:
       return str(tokenizer.id_to_piece(token)).replace("▁", " ")
     return str(self._vocabulary.decode([token]))
 
-  async def beams(self, tokens: Sequence[int], count: int) -> list[tuple[str, float]]:
-    """Returns the best texts of a beam search with their scores, at most NUM_BEAMS, the best first."""
+  async def beams(self, tokens: Sequence[int], count: int) -> list[tuple[str, float, int]]:
+    """Returns the best texts of a beam search, the best first, at most NUM_BEAMS.
+
+    Each has its score and its number of tokens.
+    """
     decodes_NT, scores_N = await self._engine.run(self._batches.beams, self._row(tokens))
     texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
-    return list(zip(texts, map(float, scores_N), strict=True))[::-1][:count]
+    counts = (decodes_NT != self._model.pad_id).sum(axis=1).tolist()
+    return list(zip(texts, map(float, scores_N), counts, strict=True))[::-1][:count]
 
   async def score(self, pairs: Sequence[tuple[Sequence[int], str]]) -> list[list[Token]]:
     """Returns the tokens of each target with their log probabilities.

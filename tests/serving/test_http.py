@@ -60,7 +60,7 @@ class LetterModel:
 
   async def beams(self, tokens, count):
     text = "".join(map(chr, tokens))
-    return [(text + "!" * n, -float(n)) for n in range(count)]
+    return [(text + "!" * n, -float(n), len(text) + n) for n in range(count)]
 
   async def score(self, pairs):
     return [[_token(letter) for letter in target] for _, target in pairs]
@@ -208,6 +208,7 @@ def test_beam_search_gives_the_n_best(ai):
     model="letters", prompt="a", n=3, extra_body={"use_beam_search": True}
   )
   assert [choice.text for choice in answer.choices] == ["a", "a!", "a!!"]
+  assert answer.usage.completion_tokens == 6
 
 
 def test_embeddings_as_numbers_and_in_the_clients_default_format(ai):

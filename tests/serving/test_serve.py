@@ -18,7 +18,11 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers_texts import NEW_TOKENS, PROMPTS, RECORDINGS, write_folder
+
+from rosetta_t5 import cli
 
 CASE = "5.24.0/t5"
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{{ eos_token }}"
@@ -147,3 +151,29 @@ def test_sigterm_lets_begun_requests_end_and_refuses_others(server):
     begun.sendall(body[10:])
     assert expected()[0] in begun.makefile().read()
   assert server.process.wait(30) == 0
+
+
+def test_each_adapter_of_the_first_model_is_a_model_of_its_name(
+  folder, tmp_path, monkeypatch, capsys
+):
+  weight = "decoder.block.0.layer.1.EncDecAttention.v.weight"
+  with safe_open(folder / "model.safetensors", "np") as file:
+    outputs, inputs = file.get_tensor(weight).shape
+  key = f"base_model.model.{weight.removesuffix('.weight')}"
+  changes = {f"{key}.lora_A.weight": (1, inputs), f"{key}.lora_B.weight": (outputs, 1)}
+  adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["EncDecAttention.v"]}
+  entries = adapter | {"base_model_name_or_path": str(folder), "layers_to_transform": [0]}
+  (tmp_path / "adapter").mkdir()
+  (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(entries))
+  arrays = {name: np.full(shape, 3, np.float32) for name, shape in changes.items()}
+  save_file(arrays, tmp_path / "adapter/adapter_model.safetensors")
+  served = []
+  monkeypatch.setattr("rosetta_t5.serving.app.serve", lambda app, _: served.append(app.models))
+  command = ["serve", "--model_dir", str(folder), "--port", "0", "--adapter"]
+  assert cli.main([*command, f"changed={tmp_path / 'adapter'}"]) == 0
+  assert [*served[0]] == [folder.name, "changed"]
+  assert served[0]["changed"].name == "changed"
+  for wrong in (str(tmp_path / "adapter"), f"{folder.name}={tmp_path / 'adapter'}"):
+    with pytest.raises(SystemExit, match="2"):
+      cli.main([*command, wrong])
+    assert "must be NAME=PATH, with a name that no other model has" in capsys.readouterr().err
