@@ -326,7 +326,13 @@ def toy_data(tmp_path_factory):
   return folder
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+# These take 15 s each; quick tests measure a step, a feed and a checkpoint.
+_LONG = ("checkpoint", "cpu_step", "feed")
+
+
+@pytest.mark.parametrize(
+  "script", [pytest.param(x, marks=[pytest.mark.slow] * (x in _LONG)) for x in SCRIPTS]
+)
 def test_a_script_runs_to_its_last_line(script, toy_data, run_script, capsys):
   run_script(script, *SCRIPTS[script].format(folder=toy_data).split())
   assert capsys.readouterr().out.strip()
@@ -371,6 +377,7 @@ def test_the_host_work_of_several_processes_is_measured():
   assert all(float(number.replace(",", "")) > 0 for number in numbers)
 
 
+@pytest.mark.slow
 def test_optimizers_are_compared():
   args = argparse.Namespace(steps=3, width=12, seeds=2)
   tokens = np.random.default_rng(0).integers(1, 4096, 1000).astype(np.int32)

@@ -60,7 +60,7 @@ def given(tmp_path_factory):
     for number in range(ROWS):
       words = [f"w{n}" for n in random.integers(8, VOCABULARY, random.integers(5, 12))]
       rows.writerow([" ".join(words), f"w{4 + number % 2}", len(words)])
-  make_folder(root / "model", "t5gemma")
+  make_folder(root / "model", "t5gemma", layers=1)
   make_folder(root / "decoder", "gemma3")
   return root
 
@@ -223,6 +223,7 @@ def test_lora_is_chosen_where_full_finetuning_does_not_fit(given, tmp_path, monk
   assert "chosen because full finetuning does not fit the memory" in out
 
 
+@pytest.mark.slow  # a minute; quick tests train adapters from gin files, and convert them
 def test_an_adapter_is_trained_used_and_merged(given, tmp_path):
   arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
   flags = ("--out", tmp_path / "run", "--lora", 4, "--steps", 3, "--batch_size", 8)
@@ -280,7 +281,7 @@ def test_a_step_that_does_not_fit_is_refused_and_a_small_memory_means_microbatch
   arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
   flags = ("--out", tmp_path / "run", "--batch_size", 64, "--dry_run")
   memory = "rosetta_t5.out_of_memory.device_memory"
-  monkeypatch.setattr(memory, lambda: 4e6)
+  monkeypatch.setattr(memory, lambda: 1.2e6)
   status, out, errors = call("finetune", *arguments, *flags)
   assert status == 0, errors
   assert int(settings_of(out)["trainer.Trainer.num_microbatches"]) > 1

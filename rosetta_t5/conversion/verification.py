@@ -6,6 +6,7 @@ too large for that, its arrays are compared one by one.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -168,8 +169,8 @@ def network_outputs(
   elif "decoder" not in params:
     call, options["method"] = [inputs], module.encode
   with jax.default_matmul_precision("highest"):
-    # Not jitted: a large model would take longer to compile than to compute once.
-    outputs = np.array(module.apply({"params": params}, *call, **options))
+    apply = jax.jit(functools.partial(module.apply, **options))
+    outputs = np.array(apply({"params": params}, *call))
   if settings.ids_are_shifted and (start := settings.network.decoder_start_token_id):
     outputs[..., 0] = outputs[..., start]  # Nothing reads row 0, which training may leave behind.
   return outputs[..., : outputs.shape[-1] - settings.network.unused_rows]

@@ -25,7 +25,13 @@ FP8 += (
   "te_helper.TransformerEngineConfig.emulate=True",
 )
 SAVE_DATA = "utils.SaveCheckpointConfig.save_dataset=True"
-ADAMW = (SAVE_DATA, "OPTIMIZER=@optimizers.adamw()", "optimizers.adamw.learning_rate=0.01")
+NO_EVALUATION = "train_script.train.train_eval_dataset_cfg=None"
+ADAMW = (
+  SAVE_DATA,
+  NO_EVALUATION,
+  "OPTIMIZER=@optimizers.adamw()",
+  "optimizers.adamw.learning_rate=0.01",
+)
 
 
 @pytest.fixture(scope="module", params=["t5gemma", pytest.param("llama", marks=pytest.mark.slow)])
@@ -37,7 +43,7 @@ def found(request, tmp_path_factory):
     for _ in range(64):
       words = [f"w{n}" for n in random.integers(3, 40, random.integers(5, 12))]
       print(json.dumps({"a": " ".join(words), "b": " ".join(words[::-1])}), file=file)
-  return request.param, make_folder(root / "model", request.param), root / "rows.jsonl"
+  return request.param, make_folder(root / "model", request.param, layers=2), root / "rows.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +139,6 @@ SWITCHES = {
   "tensor": (["partitioning.PjitPartitioner.mesh={{'tensor': 2}}"], 1e-5),
   "fsdp": (["partitioning.PjitPartitioner.mesh={{'fsdp': 2}}"], 1e-5),
   "context": (["partitioning.PjitPartitioner.mesh={{'context': 2}}"], 1e-5),
-  "pipeline": (
-    ["partitioning.PjitPartitioner.mesh={{'pipeline': 2}}", "network.{config}.scan_layers=True"],
-    1e-5,
-  ),
   "remat": (["network.{config}.remat_policy='full'"], 1e-5),
   "fp8": (list(FP8), 1e-1),
   "fused": (["network.{config}.fuse_qkv_params=True"], 1e-5),
@@ -150,9 +152,22 @@ def test_a_switch_does_not_change_the_loss(found, adapted, switch, tmp_path):
   fp8 = ["--gin_bindings=from t5x import te_helper"] if switch == "fp8" else []
   losses = train(found, tmp_path / "run", *LORA, *ADAMW, *bindings, imports=[*fp8, IMPORT])
   # A is drawn by the names of projections, which scanned layers share.
-  compared = 1 if switch in ("scan", "pipeline") else 2
+  compared = 1 if switch == "scan" else 2
   np.testing.assert_allclose(losses[:compared], adapted[0][:compared], rtol=tolerance)
   assert trained_model.open_model_dir(tmp_path / "run").state is not None
+
+
+@pytest.mark.slow
+def test_a_pipeline_does_not_change_the_loss(found, tmp_path):
+  family, _, rows = found
+  deep = (family, make_folder(tmp_path / "model", family, layers=4), rows)
+  scan = "network.{config}.scan_layers=True"
+  pipeline = "partitioning.PjitPartitioner.mesh={{'pipeline': 2}}"
+  whole, split = (
+    train(deep, tmp_path / str(len(more)), *LORA, *ADAMW, scan, *more, imports=[IMPORT])
+    for more in ((), (pipeline,))
+  )
+  np.testing.assert_allclose(split, whole, rtol=1e-5)
 
 
 ADDED = {
@@ -162,9 +177,8 @@ ADDED = {
 }
 
 
-@pytest.mark.parametrize(
-  "method", ["Norms", *(pytest.param(x, marks=pytest.mark.slow) for x in ("LoRA", "IA3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ADDED)
 def test_each_method_trains_its_parameters(found, method, tmp_path):
   names, bindings = ADDED[method]
   adapter = f"models.{{model}}.adapter=@adapters.{method}()"

@@ -14,8 +14,9 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 
 IMPORT = "--gin_bindings=from rosetta_t5 import adapters"
 PROMPT = ("models.{model}.adapter=@adapters.PromptTuning()", "adapters.PromptTuning.length=6")
-UNPACKED = ("train/utils.DatasetConfig.pack=False", "train_eval/utils.DatasetConfig.pack=False")
-ADAMW = ("OPTIMIZER=@optimizers.adamw()", *UNPACKED)
+UNPACKED = ("train/utils.DatasetConfig.pack=False",)
+NO_EVALUATION = "train_script.train.train_eval_dataset_cfg=None"
+ADAMW = ("OPTIMIZER=@optimizers.adamw()", NO_EVALUATION, *UNPACKED)
 
 
 @pytest.mark.parametrize("family", ["t5gemma", pytest.param("llama", marks=pytest.mark.slow)])
@@ -24,7 +25,10 @@ def test_a_prompt_begins_with_rows_of_the_base_s_table_and_is_stored_alone(famil
   rows.write_text(
     "".join(json.dumps({"a": f"w{n} w9", "b": f"w9 w{n}"}) + "\n" for n in range(3, 40))
   )
-  found, tmp_path = (family, make_folder(tmp_path / "model", family), rows), tmp_path / "run"
+  found, tmp_path = (
+    (family, make_folder(tmp_path / "model", family, layers=2), rows),
+    tmp_path / "run",
+  )
   rate = "optimizers.adamw.learning_rate=0.0"
   losses = train(found, tmp_path, *PROMPT, *ADAMW, rate, imports=[IMPORT])
   side = "decoder" if family == "llama" else "encoder"

@@ -22,7 +22,7 @@ from rosetta_t5.telemetry.gpus import GPUS
 # T5 1.1 large with fewer layers, which are traced in less time.
 LARGE = (
   "gin/examples/large_pile_pretrain.gin",
-  *(f"--gin.network.T5Config.num_{side}_layers=4" for side in ("encoder", "decoder")),
+  *(f"--gin.network.T5Config.num_{side}_layers=2" for side in ("encoder", "decoder")),
 )
 
 
@@ -46,7 +46,7 @@ def choices(output):
 
 
 def test_three_configurations_fit_where_the_recipe_does_not(capsys):
-  arguments = (*LARGE, "--devices=4", "--gpu=h100", XLA)
+  arguments = (*LARGE, "--gin.BATCH_SIZE=4096", "--devices=4", "--gpu=h100", XLA)
   output = plan(capsys, *arguments)
   assert "DOES NOT FIT" in output
   flags, seconds = choices(output)
@@ -116,7 +116,8 @@ def test_rows_that_the_task_has_packed_need_the_flash_kernel(capsys):
 
 
 def test_a_state_that_fits_no_configuration_is_reported(capsys):
-  output = plan(capsys, "gin/examples/xl_pile_pretrain.gin", "--devices=1", "--gpu=rtx4090")
+  wide = "--gin.network.T5Config.mlp_dim=1_000_000"
+  output = plan(capsys, *LARGE, wide, "--devices=1", "--gpu=rtx4090")
   assert "no configuration fits 1 RTX 4090 24 GB: use more GPUs" in output
 
 

@@ -47,7 +47,10 @@ def flops(dims, mlp_activations=("gelu", "linear")):
   return flops_of(config, make_batch(2, 512, 128))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+  "size",
+  ["small", "base", *(pytest.param(x, marks=pytest.mark.slow) for x in ("large", "xl", "xxl"))],
+)
 def test_flops_per_sequence_at_512_128(size):
   dims, gflop = SIZES[size]
   assert round(flops(dims) / 1e9, 1) == gflop
@@ -59,8 +62,12 @@ def test_relu_mlp_has_one_kernel_fewer():
   assert saved == 3 * 2 * (8 * 512 + 8 * 128) * 512 * 1024
 
 
+_LARGER = ((2304, 24, 24), (12288, 96, 80))
+
+
 @pytest.mark.parametrize(
-  ("hidden", "heads", "layers"), [(768, 12, 12), (2304, 24, 24), (12288, 96, 80)]
+  ("hidden", "heads", "layers"),
+  [(768, 12, 12), *(pytest.param(*x, marks=pytest.mark.slow) for x in _LARGER)],
 )
 def test_flops_of_a_decoder_equal_megatrons_formula(hidden, heads, layers):
   length, vocab_size = 2048, 51200
