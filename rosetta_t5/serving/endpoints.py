@@ -118,7 +118,10 @@ class Endpoints:
     if asked.use_beam_search:
       found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
       count = sum(length for *_, length in found)
-      return JSONResponse(asked.whole([Piece(text, (), "stop") for text, *_ in found], count))
+      whole = asked.whole([Piece(text, (), "stop") for text, *_ in found], count)
+      for choice, (_, score, _) in zip(whole["choices"], found, strict=True):
+        choice["score"] = api.finite(score)
+      return JSONResponse(whole)
     pieces = _generate(request, model, asked, deadline)
     if not asked.is_stream:
       return JSONResponse(asked.whole(await _join(pieces)))

@@ -207,7 +207,8 @@ def test_beam_search_gives_the_n_best(ai):
   answer = ai.completions.create(
     model="letters", prompt="a", n=3, extra_body={"use_beam_search": True}
   )
-  assert [choice.text for choice in answer.choices] == ["a", "a!", "a!!"]
+  found = [(choice.text, choice.score) for choice in answer.choices]
+  assert found == [("a", 0), ("a!", -1), ("a!!", -2)]
   assert answer.usage.completion_tokens == 6
 
 
