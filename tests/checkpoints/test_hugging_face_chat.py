@@ -32,7 +32,7 @@ def empty_gin(monkeypatch):
   gin.clear_config()
 
 
-@pytest.fixture(params=["4.57.6/gpt2", "5.24.0/t5"])
+@pytest.fixture(params=[pytest.param("4.57.6/gpt2", marks=pytest.mark.slow), "5.24.0/t5"])
 def folder(request, tmp_path):
   write_folder(request.param, tmp_path / "model")
   (tmp_path / "model/chat_template.jinja").write_text(TEMPLATE)

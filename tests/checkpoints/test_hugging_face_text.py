@@ -188,6 +188,7 @@ def test_a_folder_needs_a_task_and_a_folder_for_results(folder, arguments, messa
   assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_interactive_model_opens_a_folder_and_trains_it(folder, tmp_path):
   lengths = {"inputs": 8, "targets": transformers_texts.NEW_TOKENS}
   model = open_model(folder, str(tmp_path / "out"), 8, lengths)

@@ -49,6 +49,7 @@ LONG = (
   "rosetta-t5 eval --model_dir",
   "rosetta-t5 infer --model_dir",
   "rosetta-t5 embed --model_dir",
+  "rosetta-t5 export --model_dir",
   "rosetta-t5 chat",
   "rosetta-t5 inspect",
   "load_stablehlo",

@@ -147,8 +147,21 @@ def logits_of(config, params, **options):
   return run(params)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernel", ["xla", "flash"])
+# The other families have few settings that these two have not.
+QUICK = ("llama", "gemma3")
+
+
+def marks(family):
+  return [pytest.mark.slow] * (family not in QUICK)
+
+
+@pytest.mark.parametrize(
+  ("kernel", "family"),
+  [
+    *(("xla", family) for family in FAMILIES),
+    *(pytest.param("flash", family, marks=marks(family)) for family in FAMILIES),
+  ],
+)
 def test_logits_equal_those_of_transformers(family, kernel):
   recorded = json.loads(RECORDED.read_text())["every third position and fifth logit"][family]
   found = logits_of(config_of(family, attention_kernel=kernel), params_of(family))
@@ -192,7 +205,7 @@ def test_an_encoder_decoder_with_rotary_positions_decodes_what_it_predicts():
   np.testing.assert_allclose(found, whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(x, marks=marks(x)) for x in FAMILIES])
 def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(family):
   config, params = config_of(family), params_of(family)
   whole = logits_of(config, params)

@@ -102,6 +102,11 @@ def test_the_vectors_have_the_name_axes_and_initial_values_of_t5x_s_prompt_tunin
   assert axes.names == ("prompt", "prompt_embed")
 
 
+@pytest.mark.parametrize(
+  "found",
+  [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("t5", "gemma3"))) for x in MODELS],
+  indirect=True,
+)
 def test_greedy_predictions_are_those_of_whole_sequences(found):
   model, starts = found.model, [0, 0]
   model._decode_fn = temperature_sample
