@@ -212,7 +212,8 @@ def test_grouped_queries_windows_and_soft_caps_equal_the_reference(kv_heads, siz
     out, gradients = jax.vjp(lambda *x, run=attend: run(*x[:3], bias_1HTS=x[3]), q, k, v, bias)
     results.append([out, *gradients(do * (ids > 0)[..., None, None])])
   for want, got in zip(*results, strict=True):
-    np.testing.assert_allclose(got, want, atol=2e-5)
+    # How float32 sums of 256 products are rounded depends on the CPU.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
 def test_tiles_outside_the_window_are_not_computed():
