@@ -3,6 +3,8 @@
 #   docker build -t rosetta-t5 .                                    # --build-arg TE=1 adds Transformer Engine
 #   docker run --gpus all -v /data:/data -v $PWD/runs:/runs rosetta-t5 \
 #     rosetta-t5 train --gin_file=gin/examples/small_pile_pretrain.gin --gin.MODEL_DIR="'/runs/small'"
+#   docker build --target serving -t rosetta-t5-serving .           # answers requests; see docs/serving.md
+#   docker run --gpus all -p 127.0.0.1:8000:8000 -v $PWD/runs:/runs rosetta-t5-serving --model_dir /runs/small
 ARG CUDA=13.0.1
 FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -40,7 +42,14 @@ COPY --chown=t5 docs docs
 COPY --chown=t5 benchmarks benchmarks
 RUN make test && touch /tmp/tested
 
-FROM installed
-# The image exists only if the tests have passed.
+FROM installed AS passed
+# The images exist only if the tests have passed.
 COPY --from=tested /tmp/tested /tmp/tested
+
+FROM passed AS serving
+EXPOSE 8000
+HEALTHCHECK --start-period=15m CMD ["python", "-c", "from urllib import request; request.urlopen('http://127.0.0.1:8000/health')"]
+ENTRYPOINT ["rosetta-t5", "serve", "--host", "0.0.0.0"]
+
+FROM passed
 CMD ["rosetta-t5", "doctor"]

@@ -22,6 +22,15 @@ _RECOMPUTED = 8
 # While the results of a step are read, the next one is computed.
 _IN_FLIGHT = 2
 
+_compilations = collections.Counter[str]()
+
+
+def _count_compilation(event: str, seconds: float, **_: Any) -> None:
+  _compilations[event] += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compilation)
+
 
 class Overloaded(Exception):
   """Too many requests are waiting; `retry_after_s` grows with their number."""
@@ -143,8 +152,13 @@ class Engine:
 
   def statistics(self) -> dict[str, float]:
     """Returns numbers about the requests; names that end in _total only grow."""
-    running = sum(request is not None for request in self._running)
-    return {"requests_waiting": len(self._waiting), "requests_running": running, **self.counts}
+    return {
+      "requests_waiting": len(self._waiting),
+      "requests_running": sum(request is not None for request in self._running),
+      # Of the whole process. After the start, nothing is compiled.
+      "compilations_total": _compilations["/jax/core/compile/backend_compile_duration"],
+      **self.counts,
+    }
 
   def stop(self, drain: bool = True) -> None:
     """Ends the thread: after all requests, or now."""

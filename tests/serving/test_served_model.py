@@ -138,9 +138,12 @@ def test_answers_do_not_depend_on_the_requests_that_join_and_leave(serve: Any, n
   limits = [4 + n % 9 for n in range(10)]
 
   async def all_at_once(model: ServedModel) -> list[list[int]]:
-    return await asyncio.gather(
+    before = model.statistics()["compilations_total"]
+    answers = await asyncio.gather(
       *(generate(model, tokens, n) for tokens, n in zip(given, limits, strict=True))
     )
+    assert model.statistics()["compilations_total"] == before > 0
+    return answers
 
   answers = serve(all_at_once, name)
   for tokens, limit, answer in zip(given, limits, answers, strict=True):
