@@ -1,6 +1,7 @@
 """`rosetta-t5 serve`, which answers requests over HTTP with models."""
 
 import argparse
+import os
 import pathlib
 import socket
 import sys
@@ -54,9 +55,11 @@ def _serve(options: argparse.Namespace) -> int:
   family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
+  is_open = tokens or options.host not in ("localhost", "127.0.0.1")
+  hosts = ["*"] if is_open else ["localhost", "127.0.0.1"]
   # An address in use is an error before the models are read.
   with socket.create_server((options.host, options.port), family=family) as listening:
-    app.serve(app.Application(_open_models(options), limits, tokens), listening)
+    app.serve(app.Application(_open_models(options), limits, tokens, hosts), listening)
   return 0
 
 
@@ -67,7 +70,7 @@ def _open_models(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.trained_model import open_model_dir
 
   given: dict[str, tuple[str, tuple[str, ...]]]
-  given = {pathlib.PurePath(path).name: (path, ()) for path in options.model_dir}
+  given = {pathlib.Path(os.path.abspath(path)).name: (path, ()) for path in options.model_dir}
   for text in options.adapter or ():
     name, _, path = text.partition("=")
     if not path or name in given:
@@ -79,7 +82,8 @@ def _open_models(options: argparse.Namespace) -> dict[str, Any]:
   models: dict[str, Any] = {}
   for name, (path, adapters) in given.items():
     opened = open_model_dir(path, (), options.trust, adapters)
-    controls = text_commands.decoding_controls(options, opened.model)
+    *_, controls = text_commands.bound_controls(opened.model)
+    controls |= text_commands.decoding_controls(options, opened.model)
     controls["pad_id"] = opened.model.pad_id
     lengths = text_commands.feature_lengths(opened.lengths, options)
     limits = (options.slots, options.max_waiting)

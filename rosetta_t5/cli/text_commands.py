@@ -376,17 +376,24 @@ def apply_decoding_options(options: argparse.Namespace, model: Any) -> None:
     set_decode_fn(model, model.decode_fn, **given)
 
 
-def _search_instead_of_greedy(model: Any) -> None:
-  """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
+def bound_controls(model: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+  """Returns a model's decode function, its arguments that are bound, and the controls among them."""
   from rosetta_t5 import decoding
   from rosetta_t5.config.saved_config import bindings_of
-  from rosetta_t5.models.base_model import set_decode_fn
 
   decode_fn = getattr(model.decode_fn, "func", model.decode_fn)  # of a partial
   bound = {**bindings_of(decode_fn), **getattr(model.decode_fn, "keywords", {})}
+  return decode_fn, bound, {n: bound[n] for n in decoding.Controls._fields if n in bound}
+
+
+def _search_instead_of_greedy(model: Any) -> None:
+  """Replaces greedy decoding, whose decodes would all be equal, by beam search with the same controls."""
+  from rosetta_t5 import decoding
+  from rosetta_t5.models.base_model import set_decode_fn
+
+  decode_fn, bound, kept = bound_controls(model)
   is_sampling = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.temperature_sample)
   if is_sampling and (bound.get("topk", 1) == 1 or bound.get("temperature") == 0):
-    kept = {name: bound[name] for name in decoding.Controls._fields if name in bound}
     if bound.get("max_decode_steps"):
       kept["max_decode_step"] = bound["max_decode_steps"]
     set_decode_fn(model, decoding.beam_search, **kept)

@@ -114,7 +114,11 @@ class Generation:
       (name, most <= length, f"at most {length}, the server's --output_length"),
       ("max_tokens", given.get("max_tokens", most) == most, "equal to max_completion_tokens"),
       ("min_tokens", self.sampling.min_tokens <= most, f"at most {most}, the most tokens"),
-      ("n", count <= max_texts, f"such that all prompts have at most {max_texts} texts"),
+      (
+        "n",
+        count <= max_texts,
+        f"such that {len(self.prompts)} prompts have at most {max_texts} texts",
+      ),
       ("best_of", given.get("best_of", self.n) == self.n, f"{self.n}, like n"),
       ("stream_options", self.is_stream or not self.has_usage, "left out without stream"),
       ("top_logprobs", has_top or "top_logprobs" not in given, "left out without logprobs"),

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import functools
 import hmac
+import json
+import os
 import pathlib
 import socket
 import time
@@ -14,6 +16,7 @@ import prometheus_client
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -46,13 +49,21 @@ class Application:
     running: the number of requests whose answer is not complete.
   """
 
-  def __init__(self, models: Mapping[str, ServedModel], limits: Limits, tokens: Sequence[str] = ()):
+  def __init__(
+    self,
+    models: Mapping[str, ServedModel],
+    limits: Limits,
+    tokens: Sequence[str] = (),
+    hosts: Sequence[str] = ("*",),
+  ):
     """Makes the application; it starts and stops the models.
 
     Args:
       models: by name; a request without a name is for the first one.
       limits: what requests may use.
       tokens: a request must have one of them in its header; if there are none, it needs none.
+      hosts: the names of the server that requests may use, so that no page of another one reaches it
+        under a name of its own.
     """
     self.models, self._limits = models, limits
     self._authorizations = [f"Bearer {token}".encode() for token in tokens]
@@ -75,7 +86,8 @@ class Application:
     ]
     self._paths = {route.path for route in routes}
     handlers: dict[Any, Any] = dict.fromkeys(ERRORS, lambda request, error: response_to(error))
-    self._app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._run_models)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._run_models)
+    self._app = TrustedHostMiddleware(app, allowed_hosts=list(hosts))
 
   @contextlib.asynccontextmanager
   async def _run_models(self, _: Starlette) -> AsyncIterator[None]:
@@ -162,7 +174,9 @@ class Application:
     for key in dict.fromkeys(key for _, key, _ in rows):
       kind = "counter" if key.endswith("_total") else "gauge"
       lines.append(f"# TYPE rosetta_t5_{key} {kind}\n")
-      lines += [f'rosetta_t5_{k}{{model="{name}"}} {x}\n' for name, k, x in rows if k == key]
+      lines += [
+        f"rosetta_t5_{k}{{model={json.dumps(name)}}} {x}\n" for name, k, x in rows if k == key
+      ]
     return Response("".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
@@ -192,6 +206,8 @@ class _Server(uvicorn.Server):
 
   def handle_exit(self, sig: int, frame: Any) -> None:
     app: Any = self.config.app
+    if not self.started:  # It still compiles, and nobody waits.
+      os._exit(128 + sig)
     if app.is_stopping:
       super().handle_exit(sig, frame)
     app.is_stopping = True

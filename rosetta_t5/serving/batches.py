@@ -37,12 +37,14 @@ class BatchPrograms:
     self._params = opened.state.params
     model = copy.copy(opened.model)
     decode_fn = getattr(model.decode_fn, "func", model.decode_fn)  # of a partial
-    if inspect.unwrap(decode_fn) is not inspect.unwrap(decoding.beam_search):
-      set_decode_fn(model, decoding.beam_search, **controls._asdict())
+    searches = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.beam_search)
+    defaults = decoding.Controls(pad_id=controls.pad_id)._asdict()
+    changed = {name: x for name, x in controls._asdict().items() if x != defaults[name]}
+    set_decode_fn(model, model.decode_fn if searches else decoding.beam_search, **changed)
 
     def beams(params: Any, batch: Any) -> Any:
       options: dict[str, Any] = {"num_decodes": NUM_BEAMS, "return_all_decodes": True}
-      options["decoder_params"] = {"eos_id": eos_id}
+      options["decoder_params"] = {"eos_id": eos_id, "max_decode_step": programs.output_length}
       decodes, aux = model.predict_batch_with_aux(params, batch, **options)
       return decodes, aux["scores"]
 

@@ -118,7 +118,9 @@ class Endpoints:
     if asked.use_beam_search:
       found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
       count = sum(length for *_, length in found)
-      whole = asked.whole([Piece(text, (), "stop") for text, *_ in found], count)
+      longest = model.output_length
+      best = [Piece(text, (), "stop" if n < longest else "length") for text, _, n in found]
+      whole = asked.whole(best, count)
       for choice, (_, score, _) in zip(whole["choices"], found, strict=True):
         choice["score"] = api.finite(score)
       return JSONResponse(whole)

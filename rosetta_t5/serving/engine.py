@@ -17,15 +17,16 @@ import numpy as np
 from rosetta_t5.decoding.slots import StepOutput
 from rosetta_t5.serving.programs import BATCH_SIZES, NO_SLOT, Programs
 
-# A decoder's request that begins like another one recomputes at most so many of its inputs, one in a step.
+# A decoder's request may use the cache of a slot whose sequence has the same beginning, if at most this
+# many of its inputs remain to be computed, one in a step.
 _RECOMPUTED = 8
-# While the results of a step are read, the next one is computed.
+# The number of steps that are dispatched before the results of the first are read.
 _IN_FLIGHT = 2
 
 _compilations = collections.Counter[str]()
 
 
-def _count_compilation(event: str, seconds: float, **_: Any) -> None:
+def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
   _compilations[event] += 1
 
 
@@ -69,7 +70,7 @@ class Request:
     max_tokens: the maximum number of tokens to generate.
     controls: the fields of `SlotControls` that differ from the defaults.
     events: receives each `NewToken`, or the exception that ended the request.
-    is_cancelled: set to True, the request ends before the next step.
+    is_cancelled: when True, the request ends before the next step.
   """
 
   inputs: tuple[int, ...]
@@ -91,6 +92,11 @@ class Job(NamedTuple):
   fn: Callable[[Sequence[Any]], Sequence[Any]]
   row: Any
   result: asyncio.Future[Any]
+
+  @property
+  def is_cancelled(self) -> bool:
+    """Whether nobody waits for the result."""
+    return self.result.cancelled()
 
 
 class Engine:
@@ -116,6 +122,7 @@ class Engine:
     self._in_flight: collections.deque[tuple[list[Request | None], StepOutput]] = (
       collections.deque()
     )
+    self._taken: list[Request] = []  # Those that are about to join.
     self._length = programs.slot_lengths[0]
     self._state = programs.empty_state()
     self._changed = threading.Condition()
@@ -143,7 +150,13 @@ class Engine:
   def _append(self, queue: collections.deque[Any], item: Request | Job) -> None:
     with self._changed:
       if self._is_stopping:
-        raise Stopping(f"the model has failed: {self.error}" if self.error else "the server ends")
+        raise Stopping(
+          f"the model has failed: {self.error}" if self.error else "the server is stopping"
+        )
+      if len(queue) >= self._max_waiting:
+        live = [waiting for waiting in queue if not waiting.is_cancelled]
+        queue.clear()
+        queue.extend(live)
       if len(queue) >= self._max_waiting:
         self.counts["requests_refused_total"] += 1
         raise Overloaded(len(queue), 1 + len(queue) // self._programs.num_slots)
@@ -184,7 +197,7 @@ class Engine:
       traceback.print_exception(error)
       with self._changed:
         self.error, self._is_stopping = error, True
-      lost = [*self._waiting, *filter(None, self._running)]
+      lost = [*self._waiting, *self._taken, *filter(None, self._running)]
       self._send([(request, error) for request in lost])
       for job in self._jobs:
         self._loop.call_soon_threadsafe(_set_result, job.result, error)
@@ -203,8 +216,13 @@ class Engine:
       jobs = list(itertools.takewhile(lambda job: job.fn == fn, self._jobs))[: BATCH_SIZES[-1]]
       for _ in jobs:
         self._jobs.popleft()
-    jobs = [job for job in jobs if not job.result.cancelled()]
-    for job, result in zip(jobs, fn([job.row for job in jobs]) if jobs else (), strict=True):
+    if not (jobs := [job for job in jobs if not job.is_cancelled]):
+      return
+    try:
+      results = fn([job.row for job in jobs])
+    except Exception as error:  # It fails these jobs, and not the model.
+      results = [error] * len(jobs)
+    for job, result in zip(jobs, results, strict=True):
       self._loop.call_soon_threadsafe(_set_result, job.result, result)
 
   def _release_cancelled(self) -> None:
@@ -229,7 +247,7 @@ class Engine:
 
   def _admit(self) -> None:
     """Puts waiting requests into free slots."""
-    taken = self._take_waiting()
+    self._taken = taken = self._take_waiting()
     if not taken:
       return
     if not self._programs.is_decoder:
@@ -244,6 +262,8 @@ class Engine:
       else:
         self.counts["prefix_hits_total"] += 1
         slot = self._claim(request, source)
+        if self._programs.is_decoder:  # The steps compute the other inputs.
+          del self._contents[slot][position + 1 :]
         new = self._admission([slot], [request])
         new = new._replace(position=np.array([position], np.int32))
         self._state = self._programs.copy(self._state, self._length, source, new)
@@ -253,6 +273,7 @@ class Engine:
       rows = self._programs.prefill([request.inputs for request in computed])
       new = self._admission([*slots, *[NO_SLOT] * missing], computed + computed[:1] * missing)
       self._state = self._programs.insert(self._state, self._length, rows, new)
+    self._taken = []
 
   def _admission(self, slots: Sequence[int], requests: Sequence[Request]) -> Any:
     is_decoder = self._programs.is_decoder
@@ -313,7 +334,8 @@ class Engine:
       token, is_last = int(result.token[slot]), bool(result.has_ended[slot])
       events.append((request, NewToken(token, float(result.log_prob[slot]), top, is_last)))
       if self._programs.is_decoder:
-        self._contents[slot].append(token)
+        missing = request.inputs[len(self._contents[slot]) :]
+        self._contents[slot] += [*missing, token]
       if is_last:
         self._release(slot)
     self.counts["tokens_generated_total"] += len(events)

@@ -61,11 +61,13 @@ class Programs:
 
   Attributes:
     num_slots: N, the number of slots.
+    output_length: the maximum number of tokens that are generated.
     lengths: the lengths at which inputs are computed, in ascending order.
     slot_lengths: the lengths that slots can have.
     total_length: T, the number of positions of the decoder.
     is_decoder: whether the model has no encoder, so that sequences begin with the inputs.
-    can_rewind: whether the arrays of a slot that has ended still have those of its inputs.
+    can_rewind: whether slots keep the arrays of all positions, so that another request can start from
+      them. The caches of local layers do not.
   """
 
   def __init__(
@@ -90,7 +92,7 @@ class Programs:
     self._model, self._partitioner = opened.model, opened.partitioner
     self._params, self._params_axes = opened.state.params, opened.state_axes.params
     self._step_options: dict[str, Any] = {"eos_id": eos_id, "controls": controls}
-    self.num_slots = num_slots
+    self.num_slots, self.output_length = num_slots, output_length
     self.is_decoder = isinstance(opened.model, DecoderOnlyModel)
     longest = input_length + self.is_decoder  # A decoder's inputs follow the start token.
     # An expert has fewer slots for shorter rows.
@@ -115,7 +117,7 @@ class Programs:
       [_different_axis(x, y) for (_, x), y in zip(leaves, jax.tree.leaves(other), strict=True)]
       for other in (more_rows, longer)
     )
-    # The indices of the layers are the slots' own index.
+    # The positions of the slots replace the cache indices of the layers (`slots.with_index`).
     self._is_row = [
       axis is not None and path[-1].key not in slots.INDICES
       for (path, _), axis in zip(leaves, row_axes, strict=True)

@@ -116,10 +116,8 @@ class ServedModel:
     except (AttributeError, ValueError):
       self._chat = None
     self.has_chat = self._chat is not None
-    ends = self._vocabulary.eos_id or 1
-    self._ends = decoding.next_token.end_ids(
-      self._chat.decoding["decoder_params"]["eos_id"] if self._chat else ends
-    )
+    ends = sorted(getattr(self._vocabulary, "end_ids", {self._vocabulary.eos_id or 1}))
+    self._ends = tuple(self._chat.decoding["decoder_params"]["eos_id"] if self._chat else ends)
 
   def start(self) -> None:
     """Compiles the model and starts its thread; called in the event loop."""
@@ -318,7 +316,7 @@ class _StreamedText:
     elif not is_complete:
       # A character of several bytes may be incomplete, and a stop text may have begun.
       text = text.rstrip("\ufffd")
-      text = text[: len(text) - max(map(len, self._stop), default=1) + 1]
+      text = text[: max(0, len(text) - max(map(len, self._stop), default=1) + 1)]
     new = text[len(self._sent) :] if text.startswith(self._sent) else ""
     self._sent += new
     return new, bool(places)

@@ -506,3 +506,10 @@ def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(tmp_pat
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="1"):
     cli.main([*call, "--port", str(taken.getsockname()[1])])
   assert "Address already in use" in capsys.readouterr().err
+
+
+def test_a_server_with_known_names_refuses_others(model):
+  app = Application({"letters": model}, LIMITS, hosts=["127.0.0.1"])
+  with TestClient(app) as client:
+    assert client.get("/v1/models").status_code == 400
+    assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200

@@ -77,15 +77,18 @@ async function stream(model, article, signal) {
 
 async function search(model, article, count, signal) {
   const prompt = find("prompt").value;
-  const body = { model: model.id, prompt, n: count, use_beam_search: true };
-  const { choices } = await (await call("v1/completions", body, signal)).json();
+  const body = { model: model.id, n: count, use_beam_search: true };
+  const [path, input] = model.has_chat
+    ? ["v1/chat/completions", { messages: [{ role: "user", content: prompt }] }]
+    : ["v1/completions", { prompt }];
+  const { choices } = await (await call(path, { ...body, ...input }, signal)).json();
   const list = article.querySelector(".texts");
   list.hidden = false;
-  for (const { text, score } of choices) {
+  for (const { text, message, score } of choices) {
     const item = document.createElement("li");
     const shown = document.createElement("small");
     shown.textContent = ` ${score.toFixed(2)}`;
-    item.append(text || "(no text)", shown);
+    item.append((text ?? message.content) || "(no text)", shown);
     list.append(item);
   }
   return "each text with its score";
@@ -124,6 +127,7 @@ async function showModels() {
   try {
     const { data } = await (await call("v1/models")).json();
     find("access").hidden = true;
+    document.querySelectorAll("#models label").forEach((label) => label.remove());
     for (const model of data) {
       const label = document.createElement("label");
       const box = document.createElement("input");
