@@ -4,7 +4,7 @@
   python -m benchmarks.serving --size tiny
 
 The weights are random, and hardly any sequence ends by itself: each request generates between half and all of 64 tokens. A
-batch ends when its longest sequence does. The inputs have between 16 and 512 tokens; a batch is
+batch ends when its longest sequence does. The inputs have between 17 and 512 tokens; a batch is
 computed at the length of its longest one, as `infer` does. Answers are compared with those of the batches.
 """
 
@@ -13,7 +13,7 @@ import asyncio
 import functools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import seqio
 from benchmarks.decode import random_params
 from rosetta_t5 import decoding
 from rosetta_t5.cli.bench import SIZES, model_config
+from rosetta_t5.inference.infer_fn import default_buckets
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
@@ -31,12 +32,11 @@ from rosetta_t5.serving import Sampling, ServedModel
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
 
-LENGTHS = {"inputs": 512, "targets": 64}
 _SLOTS = 16
 
 
-def open_random(size: str) -> OpenedModel:
-  """Returns a model of a size with random parameters."""
+def open_random(size: str, lengths: Mapping[str, int]) -> OpenedModel:
+  """Returns a model of a size with random parameters, for inputs and targets of these lengths."""
   vocabulary = seqio.ByteVocabulary()  # Its texts are not looked at.
   decode_fn = functools.partial(decoding.temperature_sample, temperature=0.0)
   options: Any = {"optimizer_def": None, "decode_fn": decode_fn}
@@ -46,7 +46,7 @@ def open_random(size: str) -> OpenedModel:
   params = jax.tree.map(jax.numpy.asarray, random_params(size))
   state = InferenceState.create({**variables, "params": params})
   partitioner = PjitPartitioner(num_partitions=1)
-  return OpenedModel(model, partitioner, state, partitioner.get_mesh_axes(state), LENGTHS)
+  return OpenedModel(model, partitioner, state, partitioner.get_mesh_axes(state), lengths)
 
 
 async def serve(
@@ -70,7 +70,12 @@ async def serve(
 
 
 def compute_batches(
-  predict: Any, params: Any, prompts: Sequence[list[int]], limits: Sequence[int], lengths: Any
+  predict: Any,
+  params: Any,
+  prompts: Sequence[list[int]],
+  limits: Sequence[int],
+  total: int,
+  lengths: Any,
 ) -> tuple[float, list[list[int]]]:
   """Returns the seconds of all batches, and their tokens."""
   begun, answers = time.perf_counter(), []
@@ -78,7 +83,7 @@ def compute_batches(
     rows, ends = prompts[start : start + _SLOTS], limits[start : start + _SLOTS]
     length = next(n for n in lengths if n >= max(map(len, rows)))
     inputs = np.stack([np.pad(row, (0, length - len(row))) for row in rows]).astype(np.int32)
-    targets = np.zeros((len(rows), LENGTHS["targets"]), np.int32)
+    targets = np.zeros((len(rows), total), np.int32)
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": targets}
     decodes = np.asarray(
       predict(params, batch, decoder_params={"max_decode_steps": int(max(ends))})[0]
@@ -93,20 +98,26 @@ async def main() -> None:
   parser.add_argument("--size", default="small", choices=SIZES)
   parser.add_argument("--requests", type=int, default=64)
   parser.add_argument("--rounds", type=int, default=3)
+  parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), help="inputs and targets")
   options = parser.parse_args()
-  opened = open_random(options.size)
+  longest, total = options.lengths
+  of_features = {"inputs": longest, "targets": total}
+  opened = open_random(options.size, of_features)
   begun = time.perf_counter()
-  model = ServedModel(options.size, opened, LENGTHS, _SLOTS, 1000, decoding.Controls(), ())
+  model = ServedModel(options.size, opened, of_features, _SLOTS, 1000, decoding.Controls(), ())
   model.start()
   print(f"start {time.perf_counter() - begun:.1f} s", flush=True)
   rng = np.random.default_rng(0)
   count = options.requests
-  prompts = [rng.integers(3, 32_000, rng.integers(16, 513)).tolist() for _ in range(count)]
-  limits = rng.integers(LENGTHS["targets"] // 2, LENGTHS["targets"] + 1, count).tolist()
-  lengths = (64, 128, 256, 512)
+  prompts = [
+    rng.integers(3, 32_000, rng.integers(longest // 32 + 1, longest + 1)).tolist()
+    for _ in range(count)
+  ]
+  limits = rng.integers(total // 2, total + 1, count).tolist()
+  lengths = (*default_buckets(longest), longest)
   predict = jax.jit(opened.model.predict_batch_with_aux)
   compute = functools.partial(
-    compute_batches, predict, opened.state.params, prompts, limits, lengths
+    compute_batches, predict, opened.state.params, prompts, limits, total, lengths
   )
   compute()  # compiles
   rates: list[tuple[float, float]] = []

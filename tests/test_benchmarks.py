@@ -290,6 +290,7 @@ SCRIPTS = {
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
   "fusion_bytes": "{folder}/compiled/step.json --size=small",
   "results_table": "{folder}",
+  "serving": "--size=tiny --lengths 8 4 --requests=3 --rounds=1",
 }
 # Other tests run these scripts.
 TESTED_APART = {

@@ -17,9 +17,7 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_the_deployment_and_the_image_give_the_command_options_that_it_has():
-  deployment, service = yaml.safe_load_all(
-    (_ROOT / "scripts_gpu/kubernetes_serving.yaml").read_text()
-  )
+  deployment, service = yaml.safe_load_all((_ROOT / "docker/kubernetes_serving.yaml").read_text())
   pod = deployment["spec"]["template"]["spec"]
   (container,) = pod["containers"]
   entry = re.search(
