@@ -12,9 +12,7 @@ from rosetta_t5.config.command_line import add_trust_option
 from rosetta_t5.terminal import positive_integer, positive_number
 from rosetta_t5.user_errors import ConfigError
 
-_NEEDS_TOKEN = (
-  "note: whoever reaches this address can use the models; --token_file asks for a token"
-)
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,13 +48,15 @@ def _serve(options: argparse.Namespace) -> int:
     text = f"serve needs the package {error.name}: pip install 'rosetta-t5[serve]'"
     raise ConfigError(text) from error
   tokens = _read_tokens(options.token_file) if options.token_file else ()
-  if not (tokens or options.host in ("localhost", "127.0.0.1", "::1")):
-    print(_NEEDS_TOKEN, file=sys.stderr)
+  is_local = options.host in _LOOPBACK
+  if not (tokens or is_local):
+    text = f"note: anyone who can reach {options.host} can use the models; set --token_file to require a token"
+    print(text, file=sys.stderr)
   family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
-  is_open = tokens or options.host not in ("localhost", "127.0.0.1")
-  hosts = ["*"] if is_open else ["localhost", "127.0.0.1"]
+  # Middleware compares what is before the first colon, so an IPv6 address is "[".
+  hosts = ["localhost", "127.0.0.1", "["] if is_local and not tokens else ["*"]
   # An address in use is an error before the models are read.
   with socket.create_server((options.host, options.port), family=family) as listening:
     app.serve(app.Application(_open_models(options), limits, tokens, hosts), listening)
