@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.tree_util import tree_map_with_path
 from jaxtyping import Array, Bool, Float, Int
@@ -26,7 +27,7 @@ INDICES = frozenset({"cache_index", "position_embedder_index"})
 
 
 class SlotControls(struct.PyTreeNode):
-  """How each slot is decoded; all are [N].
+  """How each slot is decoded; all are [N]. The defaults, which are scalars, change nothing.
 
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
@@ -40,15 +41,15 @@ class SlotControls(struct.PyTreeNode):
     reports_probabilities: whether the step reports log probabilities.
   """
 
-  temperature: jax.Array
-  top_k: jax.Array
-  top_p: jax.Array
-  seed: jax.Array
-  min_end: jax.Array
-  repetition_penalty: jax.Array
-  presence_penalty: jax.Array
-  frequency_penalty: jax.Array
-  reports_probabilities: jax.Array
+  temperature: Any = np.float32(0)
+  top_k: Any = np.int32(0)
+  top_p: Any = np.float32(1)
+  seed: Any = np.uint32(0)
+  min_end: Any = np.int32(0)
+  repetition_penalty: Any = np.float32(1)
+  presence_penalty: Any = np.float32(0)
+  frequency_penalty: Any = np.float32(0)
+  reports_probabilities: Any = np.bool_(False)
 
 
 class SlotState(struct.PyTreeNode):
@@ -56,7 +57,7 @@ class SlotState(struct.PyTreeNode):
 
   Attributes:
     tokens: [N, T + 1] the sequences, with the start token at position 0.
-    position: [N] that of the newest token, whose successor is computed next.
+    position: [N] that of the newest token; the next step computes the token after it.
     start: [N] the first position that is generated; those before it are given.
     end: [N] the position after the last one that may be generated.
     controls: the controls of each slot.
@@ -118,7 +119,7 @@ def step(
   eos_id: next_token.EndIds,
   controls: next_token.Controls,
 ) -> tuple[SlotState, PyTree, StepOutput]:
-  """Returns the state, without its new rows, the cache, and the output of one step.
+  """Returns the state, whose `rows` are still the old ones, the new cache, and the output of one step.
 
   Args:
     state: the sequences.
@@ -136,12 +137,11 @@ def step(
   )
   logits_NV = logits_NV.astype(jnp.float32)
   next_N = state.position + 1
-  is_generated_N = next_N >= state.start
+  is_new_N = is_running_N & (next_N >= state.start)
   chosen_N = _choose(_restrict(logits_NV, state, eos_id, controls), state)
   given_N = jnp.take_along_axis(state.tokens, next_N[:, None], axis=1)[:, 0]
-  token_N = jnp.where(is_running_N & is_generated_N, chosen_N, given_N)
+  token_N = jnp.where(is_new_N, chosen_N, given_N)
   tokens = state.tokens.at[jnp.arange(len(token_N)), next_N].set(token_N)
-  is_new_N = is_running_N & is_generated_N
   has_ended_N = is_new_N & (next_token.is_end(token_N, eos_id) | (next_N + 1 >= state.end))
   is_reported = jnp.any(state.controls.reports_probabilities & state.is_running)
   state = state.replace(

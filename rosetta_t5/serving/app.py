@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -93,8 +94,9 @@ class Application:
   async def _run_models(self, _: Starlette) -> AsyncIterator[None]:
     with contextlib.ExitStack() as stack:
       for model in self.models.values():
+        print(f"compiling the programs of {model.name} …", file=sys.stderr, flush=True)
         model.start()
-        stack.callback(model.stop, drain=False)
+        stack.callback(model.stop)
       yield
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -173,13 +173,14 @@ class Engine:
       **self.counts,
     }
 
-  def stop(self, drain: bool = True) -> None:
-    """Ends the thread: after all requests, or now."""
+  def stop(self) -> None:
+    """Cancels all requests and ends the thread; called in the event loop."""
     with self._changed:
       self._is_stopping = True
-      if not drain:
-        for request in [*self._waiting, *filter(None, self._running)]:
-          request.is_cancelled = True
+      for request in [*self._waiting, *filter(None, self._running)]:
+        request.is_cancelled = True
+      for job in self._jobs:
+        job.result.cancel()
       self._changed.notify()
     self._thread.join()
 

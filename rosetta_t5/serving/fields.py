@@ -115,11 +115,11 @@ _GENERATION = {
   "modalities": _only(["text"]),
   "response_format": _only({"type": "text"}),
 }
-_OWN = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _integer(1, 8)}
-COMPLETION = {**_GENERATION, **_OWN}
+_OF_TEXTS = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _integer(1, 8)}
+COMPLETION = {**_GENERATION, **_OF_TEXTS}
 _MESSAGES = Condition(f"a list of 1 to {_MOST} messages", lambda x: _is_list(x, _is(dict)))
-_OWN = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
-CHAT = {**_GENERATION, **_OWN}
+_OF_CHATS = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
+CHAT = {**_GENERATION, **_OF_CHATS}
 _CONTENT = Condition(
   "a text or a list of parts", lambda x: isinstance(x, str) or _is_list(x, _is(dict))
 )
@@ -127,6 +127,6 @@ _ROLE = one_of(("system", "developer", "user", "assistant"))
 MESSAGE = {"role": _ROLE, "content": _CONTENT, "refusal": _only(), "tool_calls": _only([])}
 PART = {"type": one_of(("text",)), "text": _TEXT}
 _FORMAT = one_of(("float", "base64"))
-_OWN = {"input": _PROMPTS, "encoding_format": _FORMAT, "dimensions": _integer(1, _INT32)}
-EMBEDDING = {**_OWN, "model": _TEXT, "user": _TEXT}
+_OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT, "dimensions": _integer(1, _INT32)}
+EMBEDDING = {**_OF_VECTORS, "model": _TEXT, "user": _TEXT}
 SCORE = {"inputs": _TEXTS, "targets": _TEXTS, "model": _TEXT}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -298,13 +299,14 @@ class Programs:
     start = np.array([max(len(prefix), 1) for prefix in prefixes], np.int32)
     most = np.full(count, self.total_length, np.int32)
     most[: len(max_tokens)] = max_tokens
-    own = {name: np.full(count, default, dtype) for name, (default, dtype) in _CONTROLS.items()}
+    fields = dataclasses.fields(SlotControls)
+    own = {field.name: np.full(count, field.default) for field in fields}
     for row, given in enumerate(controls):
       for name, value in given.items():
         own[name][row] = value
     end = np.minimum(start + most, self.total_length + 1)
     slot = np.array(slots, np.int32)
-    return Admission(slot, tokens, start - 1, start, end, SlotControls(**own))  # type: ignore[arg-type]
+    return Admission(slot, tokens, start - 1, start, end, SlotControls(**own))
 
   def prefill(self, inputs: Sequence[Sequence[int]]) -> Rows:
     """Returns the arrays of some requests, at most `BATCH_SIZES[-1]`.
@@ -353,19 +355,6 @@ def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> np.ndarra
   for target, row in zip(array, rows, strict=True):
     target[: len(row)] = row
   return array
-
-
-_CONTROLS: dict[str, tuple[Any, Any]] = {
-  "temperature": (0.0, np.float32),
-  "top_k": (0, np.int32),
-  "top_p": (1.0, np.float32),
-  "seed": (0, np.uint32),
-  "min_end": (0, np.int32),
-  "repetition_penalty": (1.0, np.float32),
-  "presence_penalty": (0.0, np.float32),
-  "frequency_penalty": (0.0, np.float32),
-  "reports_probabilities": (False, bool),
-}
 
 
 def _different_axis(x: Any, y: Any) -> int | None:

@@ -128,9 +128,9 @@ class ServedModel:
     loop = asyncio.get_running_loop()
     self._engine = Engine(self._programs, self._max_waiting, loop)
 
-  def stop(self, drain: bool = True) -> None:
-    """Ends the thread, after all requests or now."""
-    self._engine.stop(drain)
+  def stop(self) -> None:
+    """Cancels all requests and ends the thread."""
+    self._engine.stop()
 
   @property
   def error(self) -> BaseException | None:

@@ -75,7 +75,7 @@ class LetterModel:
   def start(self):
     pass
 
-  def stop(self, drain):
+  def stop(self):
     pass
 
 
