@@ -213,7 +213,7 @@ class ServedModel:
       controls["min_end"] = min_tokens + (1 if self.has_encoder else len(row))
     request = Request(row, max_tokens, controls)
     self._engine.submit(request)
-    text = _StreamedText(self._vocabulary, stop)
+    text = StreamedText(self._vocabulary, stop)
     try:
       reason = None
       while reason is None:
@@ -297,7 +297,7 @@ class ServedModel:
     return [vector.tolist() for vector in await asyncio.gather(*runs)]
 
 
-class _StreamedText:
+class StreamedText:
   """The text of a growing sequence of tokens, as far as later tokens cannot change it."""
 
   def __init__(self, vocabulary: Any, stop: Sequence[str]):

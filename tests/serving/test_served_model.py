@@ -26,6 +26,7 @@ from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.serving import Overloaded, RequestError, Sampling, ServedModel, Stopping
+from rosetta_t5.serving.served_model import StreamedText
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
 
@@ -229,11 +230,25 @@ def test_a_stop_text_ends_an_answer_before_itself(serve: Any) -> None:
     return text, reason
 
   text, _ = serve(lambda model: ask(model, ()))
-  # The first three characters are held back while they may begin the stop text.
-  for stop in (next(char for char in text[1:] if char != "�"), text[:3]):
-    shorter, reason = serve(lambda model, stop=stop: ask(model, (stop,)))
-    assert shorter == text[: text.index(stop)]
-    assert reason == "stop"
+  readable = next(char for char in text[1:] if char != "�")
+  shorter, reason = serve(lambda model: ask(model, (readable,)))
+  assert shorter == text[: text.index(readable)]
+  assert reason == "stop"
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"), [("abcde", ""), ("abcdx", "abcdx"), ("abcabcde", "abc"), ("äö", "äö")]
+)
+def test_text_is_held_back_while_it_may_begin_a_stop_text(text: str, expected: str) -> None:
+  streamed, sent = StreamedText(VOCABULARY, ["abcde"]), ""
+  tokens = VOCABULARY.encode(text)
+  for count, token in enumerate(tokens, 1):
+    streamed.tokens.append(token)
+    new, has_stopped = streamed.advance(is_complete=count == len(tokens))
+    sent += new
+    assert has_stopped == (count == len(tokens) and expected != text)
+    assert expected.startswith(sent)
+  assert sent == expected
 
 
 def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
