@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 serve`."""
   add = parser.add_argument
   text = "a run, a folder, or OWNER/NAME on the hub, named by its last part; can be repeated"
-  add("--model_dir", action="append", required=True, help=text)
+  add("--model_dir", action="append", help=text)
   text = "a PEFT folder, or a run with an adapter, for the first model; can be repeated"
   add("--adapter", action="append", metavar="NAME=PATH", help=text)
   text_commands.add_length_options(add)
@@ -47,6 +47,8 @@ def _serve(options: argparse.Namespace) -> int:
   except ModuleNotFoundError as error:
     text = f"serve needs the package {error.name}: pip install 'rosetta-t5[serve]'"
     raise ConfigError(text) from error
+  if not options.model_dir:
+    raise ConfigError("serve needs a model: give --model_dir RUN_OR_FOLDER")
   tokens = _read_tokens(options.token_file) if options.token_file else ()
   is_local = options.host in _LOOPBACK
   if not (tokens or is_local):

@@ -513,3 +513,18 @@ def test_a_server_with_known_names_refuses_others(model):
   with TestClient(app) as client:
     assert client.get("/v1/models").status_code == 400
     assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ([], "give --model_dir RUN_OR_FOLDER"),
+    (["--modle_dir", "x"], "unknown option --modle_dir. Did you mean --model_dir?"),
+    (["--model_dir", "x", "--adapter", "y"], "--adapter must be NAME=PATH"),
+    (["--model_dir", "a/x", "--model_dir", "b/x"], "different last parts"),
+  ],
+)
+def test_mistakes_in_the_command_are_named(options, message, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    cli.main(["serve", "--port", "0", *options])
+  assert message in capsys.readouterr().err
