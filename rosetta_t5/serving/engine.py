@@ -116,9 +116,8 @@ class Engine:
     self._running: list[Request | None] = [None] * programs.num_slots
     # The tokens whose arrays each slot still has: those of an encoder's inputs, or of a decoder's sequence.
     self._contents: list[list[int]] = [[] for _ in range(programs.num_slots)]
-    self._free = collections.deque(
-      range(programs.num_slots)
-    )  # The one that was freed first is first.
+    # The slot that was freed first is first.
+    self._free = collections.deque(range(programs.num_slots))
     self._in_flight: collections.deque[tuple[list[Request | None], StepOutput]] = (
       collections.deque()
     )
@@ -257,7 +256,8 @@ class Engine:
     for request in taken:
       source, position = self._most_similar(request)
       if any(request.inputs == other.inputs for other in computed) and self._programs.can_rewind:
-        self._waiting.appendleft(request)  # until the next step, when its inputs are in a slot
+        with self._changed:  # It waits for the next step, when these inputs are in a slot.
+          self._waiting.appendleft(request)
       elif source is None:
         computed.append(request)
       else:
