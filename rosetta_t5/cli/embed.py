@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--model_dir", required=True, help="a run, or a folder; one with an encoder alone works too")
   add("--input", required=True, help="lines of text, or rows of a file with columns; - for stdin")
   add("--template", help="makes a text of a row's columns: a column, or '{title}: {text}'")
-  add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
   add(
     "--output", type=output_file, required=True, help="a new file: .npy, or .parquet with the rows"
   )

@@ -19,7 +19,7 @@ from rosetta_t5.terminal import output_file, positive_integer, positive_number
 
 LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
-OPTIONS = ("adapter", "template", "targets", "output", "num_decodes", "n_best", *LENGTHS, "quoted")
+OPTIONS = ("adapter", "template", "targets", "output", "num_decodes", "n_best", *LENGTHS)
 NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
@@ -30,7 +30,6 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--input", help="lines of text, or rows of a json, csv, tsv or parquet file; - for stdin")
   add("--template", help="makes the model's input of a row's columns; default: as the run did")
   add("--targets", help="makes the target of a row's columns; the target is then scored")
-  add("--quoted", action=argparse.BooleanOptionalAction, help="whether tsv fields are in quotes")
   add(
     "--output",
     type=output_file,
@@ -149,7 +148,7 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
   templates = {"input": template or "text", "target": targets}
   convert: Any = make_converter({key: x for key, x in templates.items() if x is not None})
   convert = _conversation if has_conversations(options) else convert
-  for number, content in _numbered_records(path, file_format, options.quoted):
+  for number, content in _numbered_records(path, file_format):
     if isinstance(content, str) and not content.strip():
       yield Row(content, None)
       continue
@@ -182,9 +181,7 @@ def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
   return f"the rows {NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
 
 
-def _numbered_records(
-  path: str, file_format: str, quoted: bool | None
-) -> Iterator[tuple[int, Any]]:
+def _numbered_records(path: str, file_format: str) -> Iterator[tuple[int, Any]]:
   """Yields the number of each line or row, and a text, a record or a `BadExample`."""
   from rosetta_t5.data.reading import BadExample, ReadOptions, read_records
   from rosetta_t5.data.reading.files import open_bytes
@@ -192,7 +189,7 @@ def _numbered_records(
 
   # A .json file may contain one array of all records. In other files of lines, each has a result.
   if file_format not in ("text", "jsonl") or ".json" in pathlib.PurePath(path).suffixes:
-    yield from read_records(path, ReadOptions(file_format, quoted=quoted))
+    yield from read_records(path, ReadOptions(file_format))
     return
   raw = sys.stdin.buffer if path == "-" else open_bytes(path)
   with io.TextIOWrapper(raw, "utf-8-sig", errors="surrogateescape", newline="\n") as lines:

@@ -6,131 +6,116 @@ read. Arguments that are not read here, such as initializers, must have the valu
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 
 from rosetta_t5 import adapters
-from rosetta_t5.argument_types import Positive, Rate
 from rosetta_t5.networks.config import T5Config
 from rosetta_t5.networks.transformer import Transformer
 
-Factory = Callable[[], Any]
+
+class Part(types.SimpleNamespace):
+  """A part of a network: it keeps its arguments, of which `EncoderDecoder` reads some.
+
+  Attributes:
+    names: the arguments that the part may have, besides `dtype` and `name`.
+    compared: those that must be the same in all layers.
+  """
+
+  names: str = ""
+  compared: tuple[str, ...] = ()
+
+  def __init__(self, **arguments: Any):
+    """Keeps the arguments, which have flaxformer's names; raises ValueError for an unknown one."""
+    if unknown := arguments.keys() - {"dtype", "name", *self.names.split()}:
+      raise ValueError(
+        f"flaxformer's {type(self).__name__} has no argument {sorted(unknown)[0]!r} here"
+      )
+    super().__init__(**arguments)
+
+  def __eq__(self, other: object) -> bool:
+    """Returns whether the arguments in `compared` are equal."""
+    return all(getattr(self, name) == getattr(other, name) for name in self.compared)
 
 
-@dataclasses.dataclass(kw_only=True)
-class Embed:
+class Embed(Part):
   """The token embedding, with `num_embeddings` rows of `features`."""
 
-  num_embeddings: Positive
-  features: Positive
-  cast_input_dtype: Any = None
-  dtype: Any = "float32"
-  attend_dtype: Any = None
-  embedding_init: Any = dataclasses.field(default=None, compare=False)
-  one_hot: bool = True
-  name: str | None = None
+  names = "num_embeddings features cast_input_dtype attend_dtype embedding_init one_hot"
 
 
-@dataclasses.dataclass(kw_only=True)
-class T5LayerNorm:
+class T5LayerNorm(Part):
   """T5's norm."""
 
-  dtype: Any = "float32"
-  epsilon: float = 1e-6
+  names = "epsilon"
 
 
-@dataclasses.dataclass(kw_only=True)
-class RelativePositionBiases:
+class RelativePositionBiases(Part):
   """T5's relative bias, which the layers of a stack share."""
 
-  num_heads: Positive
-  num_buckets: Positive = 32
-  max_distance: Positive = 128
-  dtype: Any = "float32"
-  embedding_init: Any = dataclasses.field(default=None, compare=False)
+  names = "num_heads num_buckets max_distance embedding_init"
+  num_buckets = 32
+  max_distance = 128
 
 
-@dataclasses.dataclass(kw_only=True)
-class DenseGeneral:
+class DenseGeneral(Part):
   """The output layer."""
 
-  features: Positive
-  use_bias: bool = False
-  dtype: Any = "float32"
-  kernel_init: Any = dataclasses.field(default=None, compare=False)
-  bias_init: Any = dataclasses.field(default=None, compare=False)
-  kernel_axis_names: Sequence[str] = ("embed", "vocab")
+  names = "features use_bias kernel_init bias_init kernel_axis_names"
 
 
-@dataclasses.dataclass(kw_only=True)
-class MlpBlock:
+class MlpBlock(Part):
   """A feed-forward block; with `intermediate_conv`, an `IA3` scales its hidden layer."""
 
-  intermediate_dim: Positive
-  use_bias: bool = False
-  activations: Sequence[str] = ("relu",)
-  kernel_init: Any = dataclasses.field(default=None, compare=False)
-  bias_init: Any = dataclasses.field(default=None, compare=False)
-  intermediate_dropout_rate: Rate = 0.0
-  final_dropout_rate: Rate = 0.0
-  dtype: Any = "float32"
-  intermediate_conv: Any = None
+  names = (
+    "intermediate_dim use_bias activations kernel_init bias_init intermediate_dropout_rate "
+    "final_dropout_rate intermediate_conv"
+  )
+  compared = ("intermediate_dim", "activations", "intermediate_dropout_rate", "use_bias")
+  use_bias = False
+  activations = ("relu",)
+  intermediate_dropout_rate = 0.0
+  intermediate_conv = None
 
 
-@dataclasses.dataclass(kw_only=True)
-class MultiHeadDotProductAttention:
+class MultiHeadDotProductAttention(Part):
   """Attention; with `k_conv` and `v_conv`, `IA3Attention` scales its keys and values."""
 
-  num_heads: Positive
-  head_dim: Positive
-  use_bias: bool = False
-  dtype: Any = "float32"
-  kernel_init: Any = dataclasses.field(default=None, compare=False)
-  bias_init: Any = dataclasses.field(default=None, compare=False)
-  broadcast_dropout: bool = True
-  dropout_rate: Rate = 0.0
-  k_conv: Any = None
-  v_conv: Any = None
+  names = (
+    "num_heads head_dim use_bias kernel_init bias_init broadcast_dropout dropout_rate k_conv v_conv"
+  )
+  compared = ("num_heads", "head_dim", "dropout_rate", "use_bias")
+  use_bias = False
+  dropout_rate = 0.0
+  k_conv = v_conv = None
 
 
-@dataclasses.dataclass(kw_only=True)
-class EncoderLayer:
+_OF_LAYERS = "mlp dropout_factory layer_norm_factory activation_partitioning_dims"
+_OF_STACKS = (
+  "num_layers layer_factory shared_relative_position_bias_factory layer_norm_factory "
+  "position_embedder_factory"
+)
+
+
+class EncoderLayer(Part):
   """A layer of the encoder."""
 
-  attention: MultiHeadDotProductAttention
-  mlp: MlpBlock
-  dropout_factory: Factory
-  layer_norm_factory: Factory = T5LayerNorm
-  activation_partitioning_dims: int = 1
+  names = f"attention {_OF_LAYERS}"
 
 
-@dataclasses.dataclass(kw_only=True)
-class DecoderLayer:
+class DecoderLayer(Part):
   """A layer of the decoder."""
 
-  self_attention: MultiHeadDotProductAttention
-  encoder_decoder_attention: MultiHeadDotProductAttention
-  mlp: MlpBlock
-  dropout_factory: Factory
-  layer_norm_factory: Factory = T5LayerNorm
-  activation_partitioning_dims: int = 1
+  names = f"self_attention encoder_decoder_attention {_OF_LAYERS}"
 
 
-@dataclasses.dataclass(kw_only=True)
-class Encoder:
-  """The stack of encoder layers."""
+class Encoder(Part):
+  """The stack of `num_layers` encoder layers, which `layer_factory` makes."""
 
-  num_layers: Positive
-  layer_factory: Callable[[], EncoderLayer]
-  shared_relative_position_bias_factory: Callable[[], RelativePositionBiases]
-  input_dropout_factory: Factory | None = None
-  output_dropout_factory: Factory | None = None
-  layer_norm_factory: Factory = T5LayerNorm
-  position_embedder_factory: None = None
-  dtype: Any = "float32"
+  names = f"{_OF_STACKS} input_dropout_factory output_dropout_factory"
 
   def settings(self) -> dict[str, Any]:
     """Returns the settings of `T5Config` that the stack makes."""
@@ -139,18 +124,11 @@ class Encoder:
     return {"num_encoder_layers": self.num_layers, **buckets}
 
 
-@dataclasses.dataclass(kw_only=True)
-class Decoder:
+class Decoder(Part):
   """The stack of decoder layers; without `output_logits_factory`, logits are tied to the embedding."""
 
-  num_layers: Positive
-  layer_factory: Callable[[], DecoderLayer]
-  shared_relative_position_bias_factory: Callable[[], RelativePositionBiases]
-  output_logits_factory: Callable[[], DenseGeneral] | None = None
-  dropout_factory: Factory | None = None
-  layer_norm_factory: Factory = T5LayerNorm
-  position_embedder_factory: None = None
-  dtype: Any = "float32"
+  names = f"{_OF_STACKS} output_logits_factory dropout_factory"
+  output_logits_factory = None
 
 
 def EncoderDecoder(

@@ -22,9 +22,7 @@ from rosetta_t5 import terminal
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.prepared import shards
 from rosetta_t5.data.prepared.shards import ShardJob
-from rosetta_t5.data.reading import DEFAULT_OPTIONS, ReadOptions, find_files
-from rosetta_t5.data.reading.examples import POLICIES
-from rosetta_t5.data.reading.files import FORMATS, TEXT_UNITS
+from rosetta_t5.data.reading import find_files
 from rosetta_t5.data.vocabularies import sentencepiece_models
 from rosetta_t5.data.vocabularies.tokenizer_folder import COMPANIONS, TOKENIZER
 from rosetta_t5.files import CHECKSUMS_NAME, exclusive_output, write_atomically, write_checksums
@@ -53,8 +51,6 @@ def prepare(
   text: str = "text",
   validation_percent: float = 1.0,
   append_end: bool = False,
-  read_options: ReadOptions = DEFAULT_OPTIONS,
-  on_bad_example: str = "skip",
   workers: int | None = None,
   executor: Executor | None = None,
 ) -> dict[str, Any]:
@@ -71,8 +67,6 @@ def prepare(
     validation_percent: percentage of the documents, chosen by the hash of their text, that become
       the validation split.
     append_end: whether to append an end token to each document (for causal language models).
-    read_options: format, columns and text unit of the files.
-    on_bad_example: "skip" counts and logs unreadable examples; "refuse" stops at the first.
     workers: number of processes; None for one per core.
     executor: runs the jobs instead of a process pool, such as a Dask client's `get_executor()`.
 
@@ -114,9 +108,7 @@ def prepare(
     for file in map(source.with_name, COMPANIONS if is_tokenizer else ()):
       if file.is_file():
         write_atomically(folder / file.name, file.read_bytes())
-    jobs = _plan(
-      files, out=str(folder), read_options=read_options, on_bad_example=on_bad_example, **settings
-    )
+    jobs = _plan(files, out=str(folder), **settings)
     for name in (CHECKSUMS_NAME, shards.MANIFEST):
       (folder / name).unlink(missing_ok=True)
     _remove_other_shards(folder, jobs)
@@ -248,15 +240,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--workers", type=positive_integer, help="number of processes; one per core by default")
   add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")
   add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
-  add("--format", choices=sorted(FORMATS), help="by default, each file's name shows its format")
-  add("--columns", nargs="+", help="column names of csv or tsv files without a header")
-  add("--text-unit", choices=TEXT_UNITS, default="line", help="one document of a text file")
-  add(
-    "--quoted",
-    action=argparse.BooleanOptionalAction,
-    help="whether fields of csv and tsv files may be in quotes; by default, the files show it",
-  )
-  add("--on-bad-example", choices=POLICIES, default="skip", help="skip bad examples, or stop")
   add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
   parser.set_defaults(run=run)
 
@@ -264,7 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   terminal.tolerate_lost_output()
-  columns = tuple(arguments.columns or ()) or None
   manifest = prepare(
     arguments.input,
     arguments.vocab,
@@ -272,8 +254,6 @@ def run(arguments: argparse.Namespace) -> int:
     text=arguments.text_key,
     validation_percent=arguments.validation_percent,
     append_end=arguments.append_eos,
-    read_options=ReadOptions(arguments.format, columns, arguments.text_unit, arguments.quoted),
-    on_bad_example=arguments.on_bad_example,
     workers=arguments.workers,
     executor=None if arguments.dask is None else _dask_executor(arguments.dask),
   )

@@ -49,10 +49,8 @@ class ShardJob:
     out: the folder of the prepared data, which contains the vocabulary.
     vocabulary_sha256: the digest of the vocabulary.
     text: the column that contains the text, or a template.
-    read_options: how the files' bytes become records.
     validation_percent: percentage of the documents, chosen by their hash, in the validation split.
     append_end: whether an end token follows each document.
-    on_bad_example: "skip" or "refuse".
   """
 
   number: int
@@ -61,10 +59,8 @@ class ShardJob:
   out: str
   vocabulary_sha256: str
   text: str
-  read_options: reading.ReadOptions
   validation_percent: float
   append_end: bool
-  on_bad_example: str
 
   def fingerprint(self) -> str:
     """Returns a digest of everything that the shard's content depends on."""
@@ -136,14 +132,12 @@ def open_vocabulary(path: str | os.PathLike[str]) -> StoredVocabulary:
 def run_job(job: ShardJob) -> dict[str, Any]:
   """Writes the shard, and returns its files, counts and bad examples."""
   job.summary_file.unlink(missing_ok=True)
-  bad, losses = reading.BadExamples(job.on_bad_example), Counter[str]()
+  bad, losses = reading.BadExamples(), Counter[str]()
   tokenizer = open_vocabulary(job.out)
   end = [tokenizer.end] if job.append_end else []
   stored = token_type(tokenizer.size)
   writers = {split: _SplitWriter(job.file(split)) for split in SPLITS}
-  reader = reading.BlockReader(
-    reading.make_converter({"text": job.text}), job.read_options, bad_examples=bad
-  )
+  reader = reading.BlockReader(reading.make_converter({"text": job.text}), bad_examples=bad)
   for fields in itertools.chain.from_iterable(reader.examples(path) for path, _, _ in job.files):
     text, tokens = fields["text"], []
     for piece in cut_at_spaces(text, _CHARACTERS_PER_PIECE):

@@ -187,8 +187,7 @@ def _is_quoted(path: str, width: int) -> bool:
     raise UnclearQuotesError(
       f"{where}: here are quotes, and neither as quoted fields (with quotes inside them doubled) nor as "
       f"ordinary characters do they give {width} columns in every row. Set data.file_task.quoted = "
-      "True if the fields are quoted, or False to read each line as a row. (For other commands: --quoted, "
-      "--no-quoted.)"
+      "True if the fields are quoted, or False to read each line as a row. (For other commands, write it as csv.)"
     )
   # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
   fields = line.rstrip("\r\n").split("\t")

@@ -16,6 +16,7 @@ from rosetta_t5.files import write_atomically
 from rosetta_t5.terminal import machine_path, positive_integer
 
 _MAX_LINE_LENGTH = 4000  # characters
+_MAX_CHARACTERS = 200_000_000  # of the sample
 _CHECKED_TEXTS = 500  # number of texts that are encoded and decoded to see what they lose
 _SMALL = 1000  # pieces; 256 bytes would be too many of a smaller vocabulary
 _OPTIONS = (  # of SentencePiece's trainer, https://github.com/google/sentencepiece/blob/master/doc/options.md
@@ -33,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--input", nargs="+", required=True, metavar="GLOB")
   add("--size", type=positive_integer, default=32000, help="pieces, without the sentinels")
   add("--out", type=machine_path, required=True, help="the new file, such as vocabulary.model")
-  add("--text", "--text-key", default="text", help="column or template")
-  add("--max-characters", type=positive_integer, default=200_000_000, help="size of the sample")
+  add("--text-key", default="text", help="column or template")
   for name in _OPTIONS:
     add(f"--{name}", help="as in SentencePiece's spm_train", metavar="VALUE")
   train.set_defaults(run=_train)
@@ -63,7 +63,7 @@ def _train(arguments: argparse.Namespace) -> int:
   given = {name: getattr(arguments, name) for name in _OPTIONS}
   options |= {name: value for name, value in given.items() if value is not None}
   checked: list[str] = []
-  lines = _sample_lines(files, arguments.text, arguments.max_characters, bad_examples, checked)
+  lines = _sample_lines(files, arguments.text_key, bad_examples, checked)
   write_atomically(out, sentencepiece_models.train_sentencepiece(lines, size, options))
   left_out = bad_examples.counts.total()
   print(f"{out}: {size} pieces, trained on {len(files)} files; {left_out} bad examples left out")
@@ -96,20 +96,19 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _sample_lines(
-  files: Sequence[str], template: str, max_characters: int, bad: BadExamples, checked: list[str]
+  files: Sequence[str], template: str, bad: BadExamples, checked: list[str]
 ) -> Iterator[str]:
   """Yields lines of the files' texts; the same files give the same lines.
 
   Args:
     files: the files to read.
     template: the column with the text, or a template.
-    max_characters: about the number of characters to yield; each file has an equal share.
     bad: receives the records that cannot be used.
     checked: receives the beginnings of some texts: the first ones of each file.
   """
   reader = BlockReader(make_converter({"text": template}), bad_examples=bad)
   for number, path in enumerate(random.Random(0).sample(list(files), len(files)), 1):
-    remaining = max_characters // len(files)
+    remaining = _MAX_CHARACTERS // len(files)
     for text in (example["text"] for example in reader.examples(path)):
       if len(checked) < _CHECKED_TEXTS * number // len(files):
         checked.append(text[:_MAX_LINE_LENGTH])

@@ -5,7 +5,6 @@ Each name is an argument of gin files that run here as they are (see `config.t5x
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,19 +23,16 @@ from t5x.contrib import flaxformer
 from t5x.contrib.prompt_tuning import prompts
 
 
-@dataclasses.dataclass(kw_only=True)
-class Prompt:
-  """The prompt of an encoder, which precedes its inputs."""
+class Prompt(flaxformer.Part):
+  """The prompt of an encoder, which precedes its inputs: a `prompts.Prompt`."""
 
-  prompt: prompts.Prompt
+  names = "prompt"
 
 
-@dataclasses.dataclass(kw_only=True)
 class PromptEncoder(flaxformer.Encoder):
-  """The stack of encoder layers, after a prompt."""
+  """The stack of encoder layers, after the prompt that `prompt_factory` makes."""
 
-  prompt_factory: Callable[[], Prompt]
-  add_fake_prompt_factory: Callable[[], None] | None = None
+  names = f"{flaxformer.Encoder.names} prompt_factory add_fake_prompt_factory"
 
   def settings(self) -> dict[str, Any]:
     """Returns the settings of `T5Config` that the stack and the prompt make."""
@@ -46,34 +42,23 @@ class PromptEncoder(flaxformer.Encoder):
 
 
 def PromptEncoderDecoder(
-  *,
-  encoder_mask_factory: Callable[[], None] | None = None,
-  add_fake_prompt_factory: Callable[[], None] | None = None,
-  encoder_factory: Callable[[], PromptEncoder],
-  decoder_factory: Callable[[], flaxformer.Decoder],
-  shared_token_embedder_factory: Callable[[], flaxformer.Embed],
-  dtype: Any = "float32",
+  *, encoder_mask_factory: Any = None, add_fake_prompt_factory: Any = None, **parts: Any
 ) -> nn.Module:
   """Returns flaxformer's `EncoderDecoder` of these parts. A network with a prompt has its masks."""
   del encoder_mask_factory, add_fake_prompt_factory
-  parts = (encoder_factory, decoder_factory, shared_token_embedder_factory)
-  return flaxformer.EncoderDecoder(*parts, dtype)
+  return flaxformer.EncoderDecoder(**parts)
 
 
-@dataclasses.dataclass(kw_only=True)
-class IA3:
+class IA3(flaxformer.Part):
   """Scales the hidden layer of a feed-forward block, as `adapters.IA3` does."""
 
-  axis_name: Sequence[str] = ("embed",)
-  dtype: Any = "float32"
+  names = "axis_name"
 
 
-@dataclasses.dataclass(kw_only=True)
-class IA3Attention:
+class IA3Attention(flaxformer.Part):
   """Scales the keys or values of attention, as `adapters.IA3` does."""
 
-  axis_names: Sequence[str] = ("heads", "kv")
-  dtype: Any = "float32"
+  names = "axis_names"
 
 
 def add_fake_prompt(prompt_length: int, multitask: bool = False) -> None:

@@ -208,8 +208,6 @@ def test_bad_examples_are_in_the_manifest(
   manifest = run(tmp_path, vocabulary)
   assert sum(manifest["bad_examples"].values()) == 2
   assert "2.jsonl, line 51" in manifest["first_bad_example"]
-  with pytest.raises(ValueError, match=r"2\.jsonl, line 51: text is empty"):
-    run(tmp_path, vocabulary, on_bad_example="refuse")
 
 
 def test_input_without_training_documents_is_refused_with_counts(
