@@ -14,6 +14,7 @@ import numpy as np
 import numpy_t5
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import T5_1_1
 
 from rosetta_t5.checkpoints import (
   RestoreCheckpointConfig,
@@ -52,6 +53,12 @@ def test_an_untied_output_layer_whose_logits_are_scaled_keeps_its_logits(by_torc
   (scaled / "config.json").write_text(json.dumps(config | {"scale_decoder_outputs": True}))
   expected = by_torch["t5_1_1"] / np.sqrt(config["d_model"])
   np.testing.assert_allclose(logits_of(scaled, by_torch), expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_that_was_trained_here_states_the_token_with_which_others_start_to_decode():
+  arrays = read_arrays(FIXTURES / "t5_1_1")
+  config, _ = folder.make_config_and_weights(arrays, T5_1_1, {})
+  assert (T5_1_1.decoder_start_token_id, config["decoder_start_token_id"]) == (None, 0)
 
 
 def test_a_folder_is_recognised_in_every_restore_mode():

@@ -308,7 +308,7 @@ def make_config(
     "relative_attention_max_distance": network.max_distance,
     "layer_norm_epsilon": network.norm_epsilon,
     **_activation_entries(tuple(network.mlp_activations)),
-    "decoder_start_token_id": network.decoder_start_token_id,
+    "decoder_start_token_id": network.decoder_start_token_id or 0,  # generate() needs a number
     "is_encoder_decoder": has_decoder,
     "use_cache": has_decoder,
     # Transformers 4 decides by the first entry whether logits are divided by √d_model, as in T5 1.0, and
