@@ -8,7 +8,6 @@ expert and count in no loss and no statistic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -122,24 +121,7 @@ def _take(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
   return jnp.take_along_axis(x, index, axis=axis, mode="fill", fill_value=0)
 
 
-def dense_dispatch(
-  x_GND: Float[Array, "G N D"], token_GEC: Int[Array, "G E C"]
-) -> Float[Array, "G E C D"]:
-  """Returns the token of each slot, or zeros, by a matmul with one-hot rows."""
-  one_hot_GECN = jax.nn.one_hot(token_GEC, x_GND.shape[1], dtype=x_GND.dtype)
-  return jnp.einsum("GECN,GND->GECD", one_hot_GECN, x_GND)
-
-
-def dense_combine(
-  y_GECD: Float[Array, "G E C D"], routing: Routing, num_tokens: int
-) -> Float[Array, "G N D"]:
-  """Returns the weighted sum of each token's slots, by a matmul with one-hot rows."""
-  one_hot_GECN = jax.nn.one_hot(routing.token_GEC, num_tokens, dtype=y_GECD.dtype)
-  weighted_GECD = y_GECD * routing.weight_GEC[..., None].astype(y_GECD.dtype)
-  return jnp.einsum("GECN,GECD->GND", one_hot_GECN, weighted_GECD)
-
-
-def sorted_dispatch(
+def send_to_experts(
   x_GND: Float[Array, "G N D"], token_GEC: Int[Array, "G E C"]
 ) -> Float[Array, "G E C D"]:
   """Returns the token of each slot, or zeros: the tokens sorted by expert, by a gather."""
@@ -148,7 +130,7 @@ def sorted_dispatch(
   return _take(x_GND, index_GS1, axis=1).reshape(groups, experts, slots, -1)
 
 
-def sorted_combine(
+def combine_outputs(
   y_GECD: Float[Array, "G E C D"], routing: Routing, num_tokens: int
 ) -> Float[Array, "G N D"]:
   """Returns the weighted sum of each token's slots, by a scatter."""
@@ -160,15 +142,6 @@ def sorted_combine(
 
   slots_GSD = weighted_GECD.reshape(groups, -1, width)
   return jax.vmap(add_slots)(routing.token_GEC.reshape(groups, -1), slots_GSD)
-
-
-Dispatch = Callable[[jax.Array, jax.Array], jax.Array]
-Combine = Callable[[jax.Array, Routing, int], jax.Array]
-# How tokens are moved to the slots of experts and back; the numbers are the same.
-DISPATCHES: dict[str, tuple[Dispatch, Combine]] = {
-  "sorted": (sorted_dispatch, sorted_combine),
-  "dense": (dense_dispatch, dense_combine),
-}
 
 
 def load_balancing_loss(

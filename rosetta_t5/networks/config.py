@@ -20,11 +20,7 @@ from rosetta_t5.argument_types import (
   one_of,
 )
 from rosetta_t5.kernels.attention import KERNELS, Window
-from rosetta_t5.networks.expert_settings import (
-  EXPERT_DISPATCHES,
-  ROUTERS,
-  ExpertSettings,
-)
+from rosetta_t5.networks.expert_settings import ROUTERS, ExpertSettings
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.matmuls import Matmul
 from rosetta_t5.networks.layers.norms import NORMS
@@ -37,7 +33,6 @@ _CHOICES = {
   "attention_kernel": ATTENTION_KERNELS,
   "remat_policy": tuple(REMAT_POLICIES),
   "router": ROUTERS,
-  "expert_dispatch": EXPERT_DISPATCHES,
   "positions": POSITIONS,
   "norm": tuple(NORMS),
 }

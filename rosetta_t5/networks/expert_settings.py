@@ -7,13 +7,12 @@ from typing import Annotated, Any
 from flax import struct
 
 from rosetta_t5.argument_types import NonNegative, Positive, PositiveNumber, Rate, one_of
-from rosetta_t5.kernels.expert_routing import DISPATCHES, expert_slots
+from rosetta_t5.kernels.expert_routing import expert_slots
 from rosetta_t5.networks.other_networks import setting_of
 
 # What each layer with experts sows, [B, 2]: the tokens of a row that no expert computes, and all tokens.
 LEFT_BEHIND_BY_ROW = "left_behind_by_row"
 ROUTERS = ("switch", "top_2", "expert_choice")
-EXPERT_DISPATCHES = ("auto", *DISPATCHES)
 
 
 @struct.dataclass(kw_only=True)
@@ -42,8 +41,6 @@ class ExpertSettings:
       finetune with 0.4, and with 0.1 elsewhere.
     normalize_expert_weights: whether the weights of a token's experts add up to 1; None for yes with
       'top_2' and no with the others.
-    expert_dispatch: how tokens are moved to experts: 'sorted' gathers them, 'dense' multiplies by one-hot
-      rows; 'auto' is 'sorted'. The numbers are the same.
   """
 
   num_experts: NonNegative = 0
@@ -58,7 +55,6 @@ class ExpertSettings:
   route_padding: bool = False
   expert_dropout_rate: Rate | None = None
   normalize_expert_weights: bool | None = None
-  expert_dispatch: Annotated[str, one_of(EXPERT_DISPATCHES)] = "auto"
 
   def count_slots(self, tokens: int, deterministic: bool = False) -> int:
     """Returns the number of slots of each expert for a group of tokens.

@@ -343,7 +343,6 @@ def test_the_router_is_float32_under_bfloat16():
   ("changes", "text"),
   [
     ({"router": "top2"}, "T5Config.router must be one of 'switch', 'top_2', 'expert_choice'"),
-    ({"expert_dispatch": "ragged"}, "T5Config.expert_dispatch must be one of 'auto', 'sorted'"),
     ({"num_experts": 1, "router": "top_2"}, "T5Config.router = 'top_2' needs at least 2 experts"),
     # A decoder would use 'top_2'.
     ({"num_experts": 1, "router": "expert_choice"}, "'expert_choice' needs at least 2 experts"),

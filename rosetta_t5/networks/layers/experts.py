@@ -12,7 +12,7 @@ from flax.linen.partitioning import vmap_with_axes
 from jaxtyping import Array, Bool, Float
 
 from rosetta_t5.kernels import expert_routing
-from rosetta_t5.kernels.expert_routing import DISPATCHES, Routing
+from rosetta_t5.kernels.expert_routing import Routing, combine_outputs, send_to_experts
 from rosetta_t5.networks.expert_settings import LEFT_BEHIND_BY_ROW, ExpertSettings
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import DenseGeneral, MlpBlock
@@ -67,11 +67,8 @@ class ExpertMlpBlock(nn.Module):
     real_GN = real_BT.reshape(group_shape)
     routing = self._route(probs_GNE, real_GN, deterministic)
     self._sow(logits_GNE, probs_GNE, real_BT, routing)
-    dispatch = settings.expert_dispatch
-    send, receive = DISPATCHES["sorted" if dispatch == "auto" else dispatch]
-    dtype = self.mlp_attributes["dtype"]
-    y_GECD = self._compute(send(x_GND.astype(dtype), routing.token_GEC), deterministic)
-    y_GND = receive(y_GECD, routing, group_shape[1])
+    x_GECD = send_to_experts(x_GND.astype(self.mlp_attributes["dtype"]), routing.token_GEC)
+    y_GND = combine_outputs(self._compute(x_GECD, deterministic), routing, group_shape[1])
     y_BTD = constrain(y_GND, ("batch", None, "embed")).reshape(inputs_BTD.shape)
     return y_BTD.swapaxes(0, 1) if is_length_first else y_BTD
 
