@@ -7,9 +7,11 @@ one kernel, only if the program has the form for it (benchmarks/results/2026-11-
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from rosetta_t5.networks.layers.matmuls import flat_row_axes
 from rosetta_t5.parallel.placement import target_device
@@ -18,6 +20,18 @@ from rosetta_t5.parallel.placement import target_device
 def computes_on_gpu(module: nn.Module) -> bool:
   """Returns whether a program for a GPU is traced; False for initial values, which need no device."""
   return not module.is_initializing() and target_device().platform == "gpu"
+
+
+def with_common_factor(tree: Any) -> Any:
+  """Returns arrays such that a GPU computes the same function of several arrays of one shape in one kernel.
+
+  XLA fuses operations on different arrays only if these read a common array as well, which is not a scalar.
+  Here it is a factor that is 1, which XLA does not know.
+  """
+  if target_device().platform != "gpu":
+    return tree
+  factors = jax.lax.optimization_barrier(jnp.ones(2))
+  return jax.tree.map(lambda x: x * factors[0].astype(x.dtype), tree)
 
 
 def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:

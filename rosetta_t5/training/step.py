@@ -14,6 +14,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
+from rosetta_t5.networks.gpu_fusion import with_common_factor
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
 from rosetta_t5.training.losses import with_divisors
@@ -55,6 +56,7 @@ def train_step(
   learning_rate, rng = learning_rate_fn(state.step), jax.random.fold_in(rng, state.step)
   arguments = (loss_fn, state, batch, rng, num_microbatches, pad_id)
   grads, loss, metrics, mutables = accumulate_gradients(*arguments)
+  grads = with_common_factor(grads)
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
@@ -204,8 +206,8 @@ class FirstNonFinite(clu_metrics.Metric):
   @classmethod
   def of(cls, step: jax.Array, loss: jax.Array, grads: PyTree) -> FirstNonFinite:
     """Returns the record of one step."""
-    # A sum is finite if all terms are, unless they are so large that they overflow.
-    sums = [jnp.sum(grad, dtype=jnp.float32) for grad in jax.tree.leaves(grads)]
+    # A sum is finite if all terms are, unless they are so large that they overflow, as the norm does then.
+    sums = [jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in jax.tree.leaves(grads)]
     return cls(step=step, bad=~jnp.isfinite(jnp.stack([loss.astype(jnp.float32), *sums])))
 
   def merge(self, other: FirstNonFinite) -> FirstNonFinite:

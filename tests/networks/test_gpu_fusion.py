@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
 
+from rosetta_t5.networks.gpu_fusion import with_common_factor
 from rosetta_t5.networks.transformer import Transformer
 
 GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
@@ -33,6 +34,18 @@ def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
     results.append(traced.lower(lowering_platforms=("cpu",)).compile()(params))
   assert texts[0] != texts[1]
   assert_close(results[1], results[0], 1e-5)
+
+
+def test_a_common_factor_does_not_change_a_bit():
+  grads = {"a": jnp.array([1 / 3, -0.0, jnp.inf, 1e-40]), "b": jnp.array([1 / 3], jnp.bfloat16)}
+  with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
+    traced = jax.jit(with_common_factor).trace(grads)
+  assert str(traced.jaxpr).count("mul") == 2
+  same = traced.lower(lowering_platforms=("cpu",)).compile()(grads)
+  for name, grad in grads.items():
+    assert same[name].dtype == grad.dtype
+    np.testing.assert_array_equal(np.signbit(same[name]), np.signbit(grad))
+    np.testing.assert_array_equal(same[name], grad)
 
 
 def test_a_decoding_loop_for_a_gpu_reads_kernels_that_are_cast_before_it():
