@@ -37,7 +37,7 @@ def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
 
 
 def test_a_common_factor_does_not_change_a_bit():
-  grads = {"a": jnp.array([1 / 3, -0.0, jnp.inf, 1e-40]), "b": jnp.array([1 / 3], jnp.bfloat16)}
+  grads = {"a": jnp.array([1 / 3, -0.0, jnp.inf]), "b": jnp.array([1 / 3], jnp.bfloat16)}
   with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
     traced = jax.jit(with_common_factor).trace(grads)
   assert str(traced.jaxpr).count("mul") == 2
