@@ -36,7 +36,7 @@ quickstart: $(READY) ## Pretrain and finetune a small T5 on text of this machine
 setup: $(READY) ## Install everything into .venv
 
 docs: $(READY) ## Build the documentation into build/site; a broken link is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 test: $(READY) ## Run all tests except the slow ones
 	@$(COMPILE_FAST) $(PYTEST)

@@ -1,4 +1,4 @@
-"""Makes pages of the repository that are not in docs/ part of the site, with links that work in both."""
+"""Makes pages outside docs/ part of the site, and lets long identifiers break after their punctuation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ PAGES = (
   "benchmarks/results/*.md",
 )
 _PATH_IN_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
+# Inline code, and in it the places after punctuation between letters.
+_CODE = re.compile(r"(?<!>)<code>.*?</code>", re.DOTALL)
+_PUNCTUATION = re.compile(
+  r"(?<=[\w\])'\"}])([./_=,])(?=[\w{'\"%@\[(])(?![^<]*>)"
+)
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -40,3 +45,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return os.path.relpath(path, site_folder or ".")
 
   return _PATH_IN_LINK.sub(in_site, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+  """Lets inline code break where a reader would break it."""
+  return _CODE.sub(lambda code: _PUNCTUATION.sub(r"\1<wbr>", code[0]), html)

@@ -17,6 +17,7 @@ with socket.socket(socket.AF_UNIX) as connection:
   connection.sendall(json.dumps({**request, "stdin": sys.stdin.read()}).encode())
   connection.shutdown(socket.SHUT_WR)
   with connection.makefile() as reply:
-    status, output = json.load(reply)
+    status, output, errors = json.load(reply)
 sys.stdout.write(output)
+sys.stderr.write(errors)
 sys.exit(status)

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import shlex
 import socket
 import subprocess
 import sys
@@ -43,6 +44,11 @@ TINY_TRAINING = [
   "--gin.train.eval_steps=1",
   "--gin.BATCH_SIZE=8",
 ]
+TINY_FINETUNING = [
+  "--gin.TRAIN_STEPS=2",
+  "--gin.EVAL_PERIOD=2",
+  "--gin.utils.SaveCheckpointConfig.period=2",
+]
 # Plans are quick for one layer.
 ONE_LAYER = [f"--gin.network.T5Config.num_{side}_layers=1" for side in ("encoder", "decoder")]
 _RUNS = ("train", "eval", "infer", "export", "main", "precompile", "check")
@@ -60,8 +66,12 @@ def run_in_process(argv: Sequence[str], dry: bool) -> int:
   if verb in _RUNS and "--model_dir" not in arguments:
     arguments += TINY_TRAINING if verb == "train" else TINY
     arguments += ["--dry_run"] if dry and not {verb, *arguments} & {"check", "--dry_run"} else []
+  if verb == "finetune" and "--dry_run" not in arguments:
+    arguments += TINY_FINETUNING
   if verb == "plan" and dry:
     arguments += ONE_LAYER
+  if verb == "vocab" and "--size" in arguments:
+    arguments += ["--size", "200"]  # the text has no more pieces
   if argv[0] != "python":
     return cli.main([verb, *arguments])
   importlib.import_module(f"t5x.{verb}").main([f"rosetta-t5 {verb}", *arguments])
@@ -69,19 +79,21 @@ def run_in_process(argv: Sequence[str], dry: bool) -> int:
 
 
 @contextlib.contextmanager
-def _as_a_process(folder: str, environment: dict[str, str], stdin: str) -> Iterator[io.StringIO]:
-  """Yields the output of what runs inside, which leaves no trace in this process."""
-  output = io.StringIO()
+def _as_a_process(
+  folder: str, environment: dict[str, str], stdin: str
+) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+  """Yields the outputs of what runs inside, which leaves no trace in this process."""
+  output, errors = io.StringIO(), io.StringIO()
   with (
     contextlib.chdir(folder),
     mock.patch.dict(os.environ, environment, clear=True),
     mock.patch.object(sys, "path", [folder, *sys.path]),
     mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()))),
     contextlib.redirect_stdout(output),
-    contextlib.redirect_stderr(output),
+    contextlib.redirect_stderr(errors),
   ):
     try:
-      yield output
+      yield output, errors
     finally:
       gin.clear_config()
       # A tf.data iterator that is freed while its thread calls Python waits forever for that thread,
@@ -90,13 +102,13 @@ def _as_a_process(folder: str, environment: dict[str, str], stdin: str) -> Itera
 
 
 def call(command: Callable[[], int | None], folder: str, environment: Any, stdin: str = "") -> Any:
-  """Returns the exit status and the output of a command that runs in this process."""
-  with _as_a_process(folder, environment, stdin) as output:
+  """Returns the exit status and both outputs of a command that runs in this process."""
+  with _as_a_process(folder, environment, stdin) as (output, errors):
     try:
       status = command() or 0
     except SystemExit as ended:
       status = ended.code if isinstance(ended.code, int) else 1
-  return status, output.getvalue()
+  return status, output.getvalue(), errors.getvalue()
 
 
 def run_script(script: str, folder: pathlib.Path, dry: bool) -> str:
@@ -144,3 +156,30 @@ def _serve(connection: socket.socket, dry: bool) -> None:
     argv = request.pop("argv")
     reply = call(lambda: run_in_process(argv, dry), **request)
     connection.sendall(json.dumps(reply).encode())
+
+
+class Server:
+  """A process of `rosetta-t5 serve` with few programs to compile.
+
+  Attributes:
+    url: its address, at a port that is free.
+  """
+
+  def __init__(self, command: str, folder: pathlib.Path):
+    small = ["--port", "0", "--slots", "2", "--input_length", "32", "--output_length", "8"]
+    program = [sys.executable, "-m", "rosetta_t5.cli", *shlex.split(command)[1:], *small]
+    log = folder / "server.log"
+    with log.open("w") as errors:
+      self._process = subprocess.Popen(
+        program, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+      )
+    assert self._process.stdout
+    line = self._process.stdout.readline()
+    assert line.startswith("serving "), line + log.read_text()
+    self.url = line.split()[-1]
+
+  def close(self) -> None:
+    self._process.terminate()
+    assert self._process.wait() == 0
+    assert self._process.stdout
+    self._process.stdout.close()

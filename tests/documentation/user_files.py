@@ -45,6 +45,9 @@ python -m t5x.train --gin_file=t5x/examples/t5/t5_1_1/small.gin --gin_file=t5x/c
 rosetta-t5 convert runs/pretrained google/flan-t5-small --to hf --tokenizer spiece.model
 rosetta-t5 convert runs/pretrained t5x_old --to t5x-legacy
 cp -r google/flan-t5-small t5-v1_1-small
+ln -s flan-t5-small google/flan-t5-base
+ln -s flan-t5-small google/flan-t5-xl
+ln -s t5-v1_1-small t5-v1_1-base
 python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.train.train_eval_dataset_cfg=None \
   --gin.train.infer_eval_dataset_cfg=None
 """
@@ -120,7 +123,8 @@ def _change_step(folder: pathlib.Path, step: int, is_legacy: bool = False) -> No
 
 
 def _write_text(folder: pathlib.Path) -> None:
-  texts = {"corpus/a.txt": TEXTS, "more/b.txt": TEXTS}
+  pages = [" ".join(TEXTS[n : n + 20]) for n in range(280)]
+  texts = {"corpus/a.txt": TEXTS, "corpus/b.txt": pages, "more/b.txt": TEXTS}
   splits = {"train-0.txt": TEXTS[:250], "validation.txt": TEXTS[250:]}
   for name, lines in {**texts, **splits}.items():
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -131,6 +135,14 @@ def _write_text(folder: pathlib.Path) -> None:
     for n, text in enumerate(TEXTS[:4])
   )
   _write_jsonl(folder / "questions.jsonl", questions)
+  rows = [{"question": f"What is the square of {n}?", "answer": f"{n * n}"} for n in range(40)]
+  _write_jsonl(folder / "rows.jsonl", rows)
+  _write_jsonl(folder / "new.jsonl", rows[:4])
+  for name, some in (("rows.csv", rows), ("new.csv", rows[:4])):
+    with (folder / name).open("w") as file:
+      table = csv.DictWriter(file, rows[0])
+      table.writeheader()
+      table.writerows(some)
 
 
 def _write_data_sets(data: pathlib.Path) -> None:
