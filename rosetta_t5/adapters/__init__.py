@@ -6,17 +6,6 @@ from typing import Any
 from rosetta_t5.adapters.adapter import Adapter, BitFit, Norms, PromptTuning, quantized
 from rosetta_t5.adapters.kernel_adapters import IA3, LoRA
 
-__all__ = [
-  "IA3",
-  "Adapter",
-  "BitFit",
-  "LoRA",
-  "Norms",
-  "PromptTuning",
-  "from_settings",
-  "quantized",
-]
-
 METHODS: dict[str, type[Adapter]] = {
   cls.__name__: cls for cls in (LoRA, IA3, PromptTuning, BitFit, Norms)
 }

@@ -110,7 +110,6 @@ def restore_train_state(
   for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
-  restored |= _initialize_added(restored, train_state, shardings)
   restored |= _initialize_missing(restored, train_state, shardings)
   adapter_checkpoints.check_base(path, adapter_fact(path), restored)
   return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
@@ -323,50 +322,35 @@ def _added_names(train_state: Any) -> list[str]:
   return [f"target/{name}" for name in added]
 
 
-def _initialize_added(
-  restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns the initial values of what an adapter adds, by flat name, where a checkpoint has none."""
-  missing = [name for name in _added_names(train_state) if name not in restored]
-  if not missing:
-    return {}
-
-  def init(params: Any) -> dict[str, jax.Array]:
-    values = train_state.optimizer_def.added_values(params)
-    return {name: values[name.removeprefix("target/")] for name in missing}
-
-  params = {n.removeprefix("target/"): x for n, x in restored.items() if n.startswith("target/")}
-  initialize = jax.jit(init, out_shardings={name: shardings[name] for name in missing})
-  return dict(initialize(params))
-
-
 def _initialize_missing(
   restored: Mapping[str, Any], train_state: Any, shardings: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """Returns initial optimizer state, step and fp8 state, by flat name, where a checkpoint has none.
+  """Returns what an adapter adds, optimizer state, step and fp8 state, by flat name, where a checkpoint has none.
 
   Args:
-    restored: flat dict with all parameters.
+    restored: flat dict with all parameters of the network itself.
     shardings: flat dict of the sharding of each leaf.
   """
-  leaves = state_dicts.flatten_arrays(train_state.state_dict())
-  initial, states = {}, []
+  leaves, added = state_dicts.flatten_arrays(train_state.state_dict()), _added_names(train_state)
+  initial, computed = {}, []
   for name in (name for name in leaves if name not in restored):
-    if _is_optimizer_state(name):
-      states.append(name)
+    if name in added or _is_optimizer_state(name):
+      computed.append(name)
       continue
     # fp8 scales start at 1; the step and the amax histories at 0.
     is_scale = name.rpartition("/")[2].endswith(("scale", "scale_inv"))
     value = np.full(leaves[name].shape, 1 if is_scale else 0, leaves[name].dtype)
     initial[name] = jax.device_put(value, shardings[name])
 
-  def init(params: Any) -> dict[str, jax.Array]:
-    state = train_state.optimizer_def.init_state(params)
+  def init(own: Any) -> dict[str, jax.Array]:
+    optimizer = train_state.optimizer_def
+    params = state_dicts.unflatten_state_dict({**optimizer.added_values(own), **own})
+    state = optimizer.init_state(params)
     fresh = train_state.replace(params=params, step=state.step, param_states=state.param_states)
     flat = state_dicts.flatten_state_dict(fresh.state_dict())
-    return {name: jnp.asarray(flat[name]) for name in states}
+    return {name: jnp.asarray(flat[name]) for name in computed}
 
-  if states:
-    params = state_dicts.unflatten_state_dict(restored)["target"]
-    initial |= jax.jit(init, out_shardings={name: shardings[name] for name in states})(params)
+  if computed:
+    own = {n.removeprefix("target/"): x for n, x in restored.items() if n.startswith("target/")}
+    initial |= jax.jit(init, out_shardings={name: shardings[name] for name in computed})(own)
   return initial

@@ -152,42 +152,19 @@ RETIRED_ARGUMENTS = {
   ("create_inference_function", "output_len"),
 }
 
-# Modules of other packages that published gin files for T5X import, and the modules of `t5x` with the same
-# names. Where flaxformer, which both packages need, is installed, gin files import the originals.
-_PROMPTS = "t5x.contrib.prompt_tuning"
-STAND_INS = {
-  **dict.fromkeys(
-    (
-      "flaxformer.architectures.t5.t5_architecture",
-      "flaxformer.components.attention.dense_attention",
-      "flaxformer.components.dense",
-      "flaxformer.components.embedding",
-      "flaxformer.components.layer_norm",
-      "flaxformer.components.relative_position_biases",
-    ),
-    "t5x.contrib.flaxformer",
-  ),
-  "prompt_tuning.prompts": f"{_PROMPTS}.prompts",
-  **dict.fromkeys(
-    (
-      "prompt_tuning.extended.train.ia3",
-      "prompt_tuning.masks",
-      "prompt_tuning.train.layers",
-      "prompt_tuning.train.optim",
-      "prompt_tuning.train.partitioning",
-      "prompt_tuning.train.prompts",
-      "prompt_tuning.train.utils",
-    ),
-    f"{_PROMPTS}.train",
-  ),
-}
-
 
 def stand_in_of(module: str) -> str | None:
-  """Returns the module that gin files import instead of `module`; None for none."""
-  if module not in STAND_INS or importlib.util.find_spec("flaxformer"):
+  """Returns the module of `t5x` that has the names of a module of flaxformer or of prompt_tuning, or None.
+
+  Published gin files for T5X import them. Where flaxformer, which both packages need, is installed, gin files
+  import the originals.
+  """
+  package = module.partition(".")[0]
+  if package not in ("flaxformer", "prompt_tuning") or importlib.util.find_spec("flaxformer"):
     return None
-  return STAND_INS[module]
+  if package == "flaxformer":
+    return "t5x.contrib.flaxformer"
+  return f"t5x.contrib.prompt_tuning.{'prompts' if module == 'prompt_tuning.prompts' else 'train'}"
 
 
 T5X_PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "t5x"

@@ -279,7 +279,7 @@ def all_files(cfg: DatasetConfig) -> list[str]:
 
 @contextlib.contextmanager
 def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
-  """Inside the `with`, errors about data files become ValueErrors that name the task and its files.
+  """Inside the `with`, errors about data files become ValueErrors that name the task.
 
   Args:
     cfg: the data that is read; None if it is not known.
@@ -295,12 +295,7 @@ def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
     if type(error).__name__ not in _FILE_ERRORS and not is_damaged:
       raise
     reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
-    data, files = "the data", list[str]()
-    if cfg is not None:
-      data += f" of the task '{cfg.name}'"
-      with contextlib.suppress(Exception):  # A user's function may read no task.
-        files = all_files(cfg)
-    named = f" ({', '.join(files[:3])}{', …' * (len(files) > 3)})" if files else ""
+    data = "the data" if cfg is None else f"the data of the task '{cfg.name}'"
     raise ValueError(
-      f"{data} cannot be read: {reason}. Restore its files{named}, or correct the task's file pattern"
+      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern"
     ) from error

@@ -106,7 +106,6 @@ def _set(**entries):
     (_set(modules_to_save=["lm_head"]), r"sets modules_to_save = \['lm_head'\]"),
     (_set(kasa_config={"x": 1}, lora_bias=True), r"sets lora_bias = True, kasa_config"),
     (_set(init_lora_weights="pissa"), r"sets init_lora_weights = 'pissa'"),
-    (_set(target_modules=["q", "v", "gate"]), r"target_modules has 'gate'"),
     (_set(base_model_name_or_path="/nowhere"), r"adapter of the model '/nowhere'.*put the model's"),
   ],
 )

@@ -351,7 +351,7 @@ def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathli
 
 
 @pytest.mark.parametrize("kind", ["no example", "another feature"])
-def test_a_record_that_is_no_example_is_reported_with_its_file(
+def test_a_record_that_is_no_example_is_reported_with_its_task(
   tmp_path: pathlib.Path, isolated_registries: None, kind: str
 ) -> None:
   seqio, tf = import_seqio(), import_tensorflow()
@@ -365,5 +365,5 @@ def test_a_record_that_is_no_example_is_reported_with_its_file(
   name = create_task_from_tfexample_file([path], "tfrecord", "inputs", None, features)
   cfg = DatasetConfig(name, {"inputs": 9, "targets": 9}, "infer", 1, shuffle=False, seed=0)
   data = InferenceData(cfg, seqio.EncDecFeatureConverter, 0, 1)
-  with pytest.raises(ValueError, match=rf"the task '{name}' cannot be read: .*\({path}\)"):
+  with pytest.raises(ValueError, match=f"the task '{name}' cannot be read: "):
     list(data.chunks(data.tasks[0], 8))

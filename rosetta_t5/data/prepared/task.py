@@ -34,7 +34,7 @@ class PreparedTask:
   """Takes the place of a SeqIO task in `DatasetConfig.mixture_or_task_name`.
 
   Attributes:
-    folders: folders that `rosetta-t5 prepare` wrote.
+    folders: folders that `rosetta-t5 prepare` wrote, or one of them.
     objective: "span_corruption", "prefix_lm", "ul2", or "causal_lm" for decoder-only models.
     rates: how often each folder is drawn from; None draws from all tokens equally often.
     extra_ids: number of sentinels above the vocabulary's pieces.
@@ -45,9 +45,9 @@ class PreparedTask:
   """
 
   tasks = ()  # of SeqIO's
-  folders: tuple[str, ...]
-  objective: str = "span_corruption"
-  rates: tuple[float, ...] | None = None
+  folders: str | Sequence[str]
+  objective: Annotated[str, one_of(OBJECTIVES)] = "span_corruption"
+  rates: Sequence[float] | None = None
   extra_ids: NonNegative = 100
   name: str = "prepared"
   noise_density: Rate = 0.15
@@ -56,6 +56,8 @@ class PreparedTask:
 
   def __post_init__(self) -> None:
     check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
+    if isinstance(self.folders, str):
+      object.__setattr__(self, "folders", (self.folders,))
     if self.rates is not None and len(self.rates) != len(self.folders):
       raise ValueError(
         "prepared_task must have one rate for each folder, got "
@@ -191,22 +193,8 @@ class PreparedTask:
     return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 
-def prepared_task(
-  folders: str | Sequence[str],
-  objective: Annotated[str, one_of(OBJECTIVES)] = "span_corruption",
-  rates: Sequence[float] | None = None,
-  extra_ids: NonNegative = 100,
-  name: str = "prepared",
-  noise_density: Rate = 0.15,
-  mean_span_length: PositiveNumber = 3.0,
-  denoisers: Sequence[Sequence[Any]] | None = None,
-) -> PreparedTask:
-  """Returns prepared folders as a task, for gin files; see `PreparedTask` for the arguments."""
-  folders = (folders,) if isinstance(folders, str) else tuple(folders)
-  rates = tuple(rates) if rates else None
-  return PreparedTask(
-    folders, objective, rates, extra_ids, name, noise_density, mean_span_length, denoisers
-  )
+# The name in gin files.
+prepared_task = PreparedTask
 
 
 def _objective(

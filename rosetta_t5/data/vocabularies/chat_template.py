@@ -65,16 +65,11 @@ class ChatTemplate:
       ValueError: the folder has no template, several without a default one, or an invalid one.
     """
     folder = getattr(vocabulary, "folder", None)
-    if folder is None or not folder.templates:
-      where = f"{folder.path} has" if folder else f"{type(vocabulary).__name__} has"
+    if folder is None or "default" not in folder.templates:
+      where = folder.path if folder else type(vocabulary).__name__
       raise ValueError(
-        f"{where} no chat template: put chat_template.jinja beside the model's tokenizer.json, or use a "
+        f"{where} has no chat template: put chat_template.jinja beside the model's tokenizer.json, or use a "
         "model that was trained on conversations"
-      )
-    if "default" not in folder.templates:
-      raise ValueError(
-        f"{folder.path} has the chat templates {', '.join(sorted(folder.templates))}, but none is the "
-        "default: copy one to chat_template.jinja beside the tokenizer.json"
       )
     self._vocabulary, self._path, self._variables = vocabulary, folder.path, folder.named
     added = vocabulary.tokenizer.get_added_tokens_decoder().values()

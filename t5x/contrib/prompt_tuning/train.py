@@ -1,6 +1,6 @@
 """The modules `train.{layers, optim, partitioning, prompts, utils}`, `masks` and `extended.train.ia3` of T5X's prompt tuning.
 
-Each name is an argument of gin files that run here as they are (see `config.t5x_surface.STAND_INS`).
+Each name is an argument of gin files that run here as they are (see `config.t5x_surface.stand_in_of`).
 """
 
 from __future__ import annotations

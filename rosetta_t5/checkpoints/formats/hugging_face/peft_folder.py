@@ -18,21 +18,12 @@ from rosetta_t5.files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TYPES = {"LORA": adapters.LoRA, "IA3": adapters.IA3, "PROMPT_TUNING": adapters.PromptTuning}
-# Entries that change what is computed, and that are not supported unless they have these values.
-_UNSUPPORTED: dict[str, Any] = {
-  "bias": "none",
-  "lora_bias": False,
-  "use_qalora": False,
-  "modules_to_save": None,
-  "trainable_token_indices": None,
-  "target_parameters": None,
-  "layer_replication": None,
-  "alora_invocation_tokens": None,
-  "use_bdlora": None,
-  "monteclora_config": None,
-  "kasa_config": None,
-  "arrow_config": None,
-}
+# Entries that change what is computed, and that are not supported. Empty lists and dicts have no effect.
+_UNSUPPORTED = (
+  *("lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "trainable_token_indices"),
+  *("target_parameters", "layer_replication", "alora_invocation_tokens"),
+  *("monteclora_config", "kasa_config", "arrow_config"),
+)
 # Their first step changes the weights of the base, so that the tensors do not fit the base itself.
 _CHANGE_BASE = re.compile(r"(pissa|olora|corda|lora_ga|loftq).*")
 PREFIX = "base_model.model."
@@ -113,7 +104,9 @@ def read(
   try:
     if settings["peft_type"] == "PROMPT_TUNING":
       return _read_prompt(settings, tensors, arrays)
-    return _read_kernels(settings, tensors, modules_of(arrays, config))
+    modules = modules_of(arrays, config)
+    read_groups = _read_ia3 if settings["peft_type"] == "IA3" else _read_lora
+    return read_groups(settings, _group_tensors(tensors, modules), modules)
   except ValueError as error:
     raise ValueError(f"{root}: {error}") from None
 
@@ -122,12 +115,9 @@ def _read_settings(root: epath.Path) -> dict[str, Any]:
   settings = read_json_object(root / CONFIG)
   if (kind := settings.get("peft_type")) not in TYPES:
     raise ValueError(f"{root / CONFIG}: peft_type must be one of {', '.join(TYPES)}, got {kind!r}")
-  wrong = [
-    key
-    for key, value in _UNSUPPORTED.items()
-    # Empty lists and dicts have no effect.
-    if (settings.get(key) or None) not in (value, None)
-  ]
+  wrong = [key for key in _UNSUPPORTED if settings.get(key)]
+  if settings.get("bias") not in (None, "none"):
+    wrong.append("bias")
   if _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights"))):
     wrong.append("init_lora_weights")
   if wrong:
@@ -198,20 +188,6 @@ def prompt_scale(arrays: Arrays, width: int) -> float:
   return math.sqrt(width) if is_t5gemma else 1.0
 
 
-def _read_kernels(
-  settings: Config, tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]
-) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
-  """Returns the adapter of LoRA's or (IA)³'s tensors, and {our name: array}."""
-  groups = _group_tensors(tensors, modules)
-  targets = settings.get("target_modules")
-  for target in targets if isinstance(targets, list) else ():
-    if not any(_ends_with(name, target) for name in groups):
-      raise ValueError(f"target_modules has {target!r}, of which {WEIGHTS} has no tensors")
-  if settings["peft_type"] == "IA3":
-    return _read_ia3(groups, modules)
-  return _read_lora(settings, groups, modules)
-
-
 def _read_lora(
   settings: Config,
   groups: Mapping[str, Mapping[str, np.ndarray]],
@@ -251,7 +227,9 @@ def _read_lora(
 
 
 def _read_ia3(
-  groups: Mapping[str, Mapping[str, np.ndarray]], modules: Mapping[str, Module]
+  settings: Config,
+  groups: Mapping[str, Mapping[str, np.ndarray]],
+  modules: Mapping[str, Module],
 ) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
   added: dict[str, StoredArray] = {}
   scaled: dict[str, list[str]] = {"inputs": [], "all": []}
@@ -308,10 +286,6 @@ def _check_shapes(
     )
 
 
-def _ends_with(name: str, end: str) -> bool:
-  return f".{name}".endswith(f".{end}")
-
-
 def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
   """Returns the value of the first pattern that matches the end of a name, as PEFT does."""
   found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
@@ -330,23 +304,13 @@ def short_name(name: str) -> str:
 
 def _our_targets(names: Iterable[str], modules: Mapping[str, Module]) -> tuple[str, ...]:
   every = [short_name(kernel) for module in modules.values() for kernel in module.kernels]
-  return shortest_ends(list(map(short_name, names)), every, "/")
+  return target_names([*map(short_name, names)], every, "/")
 
 
-def shortest_ends(
-  names: Collection[str], every: Collection[str], separator: str
-) -> tuple[str, ...]:
-  """Returns the shortest ends of names that no other name of `every` has."""
-  chosen = set(names)
-  if any(".text_model." in name for name in every):
-    return tuple(sorted(chosen))  # Shorter names would also be those of T5Gemma 2's vision tower.
-  if not chosen:
-    return ()
-  for parts in range(1, 99):
-    ends = {separator.join(name.split(separator)[-parts:]) for name in chosen}
-    matching = {
-      n for n in every if any(f"{separator}{n}".endswith(f"{separator}{e}") for e in ends)
-    }
-    if matching <= chosen:
-      return tuple(sorted(ends))
-  raise AssertionError("names are in `every`")
+def target_names(names: Collection[str], every: Collection[str], separator: str) -> tuple[str, ...]:
+  """Returns the last parts of names if they are those of no other of `every`, else the names."""
+  last = {name.rpartition(separator)[2] for name in names}
+  others = {name.rpartition(separator)[2] for name in {*every} - {*names}}
+  # The last parts are also those of T5Gemma 2's vision tower.
+  is_unclear = last & others or any(".text_model." in name for name in every)
+  return tuple(sorted(names if is_unclear else last))

@@ -28,7 +28,7 @@ from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import (
   most_common,
   prompt_scale,
   short_name,
-  shortest_ends,
+  target_names,
 )
 
 
@@ -111,7 +111,7 @@ def _lora_files(
     "bias": "none",
     "use_rslora": adapter.rslora,
     "use_dora": adapter.dora,
-    "target_modules": list(shortest_ends(ranks, modules, ".")),
+    "target_modules": list(target_names(ranks, modules, ".")),
     "rank_pattern": {name: x for name, x in ranks.items() if x != rank},
     "alpha_pattern": {name: x for name, x in alphas.items() if x != alpha},
   }, tensors
@@ -175,5 +175,5 @@ def _ia3_files(
       tensors[f"{PREFIX}{name}.{IA3_VECTOR}"] = joined[:, None]
   changed = {name.removeprefix(PREFIX).removesuffix(f".{IA3_VECTOR}") for name in tensors}
   # PEFT requires that the names of the one are among those of the other.
-  inputs, outputs = (shortest_ends(x, modules, ".") for x in (of_inputs, changed - of_inputs))
+  inputs, outputs = (target_names(x, modules, ".") for x in (of_inputs, changed - of_inputs))
   return {"target_modules": [*inputs, *outputs], "feedforward_modules": list(inputs)}, tensors
