@@ -13,7 +13,7 @@ from rosetta_t5.checkpoints.arrays.state_dicts import flatten_arrays, unflatten_
 from rosetta_t5.checkpoints.formats import mesh_tf
 from rosetta_t5.checkpoints.formats.mesh_tf import *
 from rosetta_t5.checkpoints.restore import find_mismatches, mismatch_error
-from t5x.checkpoints import LazyAwaitableArray, LazyThreadPoolArray
+from t5x.checkpoints import LazyThreadPoolArray
 
 
 def restore_from_t5_checkpoint(

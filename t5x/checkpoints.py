@@ -1,6 +1,5 @@
 """T5X's `checkpoints`: managers, checkpointers, their data, and loading without a model."""
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,26 +29,6 @@ def get_checkpoint_dir(
   return os.path.join(os.fspath(checkpoints_dir), f"{step_prefix}_{step}")
 
 
-def find_checkpoint(path: epath.PathLike, step: int | None = None) -> str:
-  """Returns the msgpack file of a checkpoint in T5X's older layout.
-
-  Args:
-    path: the folder of checkpoints, a checkpoint's folder, or the file itself.
-    step: which checkpoint of a folder of checkpoints; None for the latest.
-
-  Raises:
-    ValueError: there is no such file.
-  """
-  file = epath.Path(path)
-  if file.is_dir():
-    step = checkpoint_folders.latest_step(file) if step is None else step
-    folder = file if step is None else checkpoint_folders.checkpoint_path(file, step)
-    file = folder / "checkpoint"
-  if not file.exists() or file.is_dir():
-    raise ValueError(f"{path} is not a checkpoint in T5X's older layout: there is no file {file}")
-  return os.fspath(file)
-
-
 def load_t5x_checkpoint(
   path: epath.PathLike,
   step: int | None = None,
@@ -77,21 +56,6 @@ def load_t5x_checkpoint(
       leaf = leaf.astype(saved_items.leaf_dtype(name, leaf.dtype, restore_dtype))
     flat[name] = leaf.get() if isinstance(leaf, LazyArray) and not lazy_parameters else leaf
   return unflatten_state_dict(flat)
-
-
-class LazyAwaitableArray(LazyArray):
-  """A lazy array whose `get_fn` is asynchronous, as TensorStore's reads are."""
-
-  def get_async(self) -> asyncio.Future:
-    """Starts to read the values. It requires a running event loop."""
-    return asyncio.ensure_future(self._read())
-
-  def get(self) -> np.ndarray:
-    """Reads and returns the values. It must not be called within an event loop."""
-    return asyncio.run(self._read())
-
-  async def _read(self) -> np.ndarray:
-    return np.asarray(await self._get_fn()).astype(self.dtype, copy=False)
 
 
 def get_name_tree(state_dict: Mapping[str, Any], keep_empty_nodes: bool = False) -> dict[str, Any]:

@@ -103,27 +103,10 @@ def get_mesh(
       f"{tuple(model_parallel_submesh)}, got {len(devices)} input_devices"
     )
   grid = np.array(devices, dtype=object).reshape(-1, size)
-  return _mesh(grid)
-
-
-def get_cpu_mesh() -> Mesh:
-  """Returns a mesh of shape [processes, devices of a process] with the axes `data` and `model`."""
-  grid = np.empty((jax.process_count(), jax.local_device_count()), dtype=object)
-  for device in jax.devices():
-    grid[get_coords(device)] = device
-  return _mesh(grid)
-
-
-def get_gpu_mesh(num_partitions: int) -> Mesh:
-  """Returns a mesh whose axis `model` is within a node, where links are fast, if it fits there."""
-  return default_mesh(num_partitions)
+  return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
 def host_local_array_to_global_array(arr_tree: PyTree, mesh: Mesh, pspecs: PyTree) -> PyTree:
   """Returns global arrays assembled from each process's part; None in `pspecs` means replicated."""
   specs = jax.tree.map(lambda spec: spec or PartitionSpec(), pspecs, is_leaf=lambda x: x is None)
   return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)
-
-
-def _mesh(grid: np.ndarray) -> Mesh:
-  return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)

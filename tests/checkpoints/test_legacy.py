@@ -24,7 +24,6 @@ from t5x.checkpoints import (
   Checkpointer,
   LegacyCheckpointManager,
   SaveBestCheckpointer,
-  find_checkpoint,
   load_t5x_checkpoint,
 )
 
@@ -91,13 +90,7 @@ def test_dataset_positions_are_saved_restored_and_limited_in_number(setup, count
 def test_a_checkpoint_loads_without_a_model(setup, tmp_path):
   state = setup.state(step=5)
   write_older_layout(tmp_path, state)
-  file = find_checkpoint(tmp_path)
-  assert file == str(tmp_path / "checkpoint_5/checkpoint")
-  with pytest.raises(
-    ValueError, match=r"is not a checkpoint in T5X's older layout: .*checkpoint_6"
-  ):
-    find_checkpoint(tmp_path, step=6)
-  for path in (tmp_path, tmp_path / "checkpoint_5", file):
+  for path in (tmp_path, tmp_path / "checkpoint_5", tmp_path / "checkpoint_5/checkpoint"):
     loaded = load_t5x_checkpoint(path)
     np.testing.assert_array_equal(loaded["target"]["wi"], state.params["wi"])
   half = load_t5x_checkpoint(tmp_path, restore_dtype=jnp.bfloat16, lazy_parameters=True)
