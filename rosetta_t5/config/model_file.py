@@ -78,7 +78,7 @@ def write_model_file(folder: pathlib.Path) -> None:
     return
   (train,) = gin_internals.find_configurables(names[0])
   bound = bound_arguments(train)
-  run = {name: _describe(bound[name]) for name in ARGUMENTS if name in bound}
+  run = {name: _describe(bound[name], folder) for name in ARGUMENTS if name in bound}
   cfg = run.get("train_dataset_cfg")
   content = {
     "version": _VERSION,
@@ -89,7 +89,6 @@ def write_model_file(folder: pathlib.Path) -> None:
     **run,
     "surroundings": _data_folders(),
   }
-  content = _keep_inputs(content, folder)
   files.write_atomically(folder / NAME, json.dumps(content, indent=2) + "\n")
   files.write_checksums(folder, [NAME])
 
@@ -218,27 +217,29 @@ def _arguments(node: Mapping[str, Any]) -> dict[str, Any]:
   return {name: _build(value) for name, value in node.items() if not name.startswith("@")}
 
 
-def _describe(value: Any, scopes: Sequence[str] = ()) -> Any:
-  """Returns a value that gin has bound, in these scopes, as JSON."""
+def _describe(value: Any, folder: pathlib.Path, scopes: Sequence[str] = ()) -> Any:
+  """Returns a value that gin has bound, in these scopes, as JSON, and copies its vocabularies to the folder."""
   match value:
     case ConfigurableReference():
-      return _describe_reference(value, value.scopes or scopes)
+      return _describe_reference(value, folder, value.scopes or scopes)
     case tuple():
-      return {"@tuple": [_describe(item, scopes) for item in value]}
+      return {"@tuple": [_describe(item, folder, scopes) for item in value]}
     case list():
-      return [_describe(item, scopes) for item in value]
+      return [_describe(item, folder, scopes) for item in value]
     case dict() if all(isinstance(key, str) and key[:1] != "@" for key in value):
-      return {key: _describe(item, scopes) for key, item in value.items()}
+      return {key: _describe(item, folder, scopes) for key, item in value.items()}
     case _:
       return value if isinstance(value, _PLAIN) else {"@other": repr(value)}
 
 
-def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str]) -> Any:
+def _describe_reference(
+  reference: ConfigurableReference, folder: pathlib.Path, scopes: Sequence[str]
+) -> Any:
   configurable = reference.configurable
   bound = bound_arguments(configurable, scopes)
   name = allow_list.public_name(configurable.wrapped)
   if configurable.selector == gin_internals.MACRO and "value" in bound:
-    return _describe(bound["value"], scopes)
+    return _describe(bound["value"], folder, scopes)
   if name is None:
     return {"@other": configurable.selector}
   if method := _bound_method(configurable):
@@ -250,8 +251,27 @@ def _describe_reference(reference: ConfigurableReference, scopes: Sequence[str])
   plain = {key: item for key, item in known.items() if isinstance(item, _PLAIN)}
   # Inference needs no optimizer, so one that cannot be described does not matter.
   arguments = {**plain, **bound} | ({"optimizer_def": None} if "optimizer_def" in bound else {})
-  described = {key: _describe(item, scopes) for key, item in arguments.items()}
-  return {"@call" if reference.evaluate else "@name": name, **described}
+  described = {key: _describe(item, folder, scopes) for key, item in arguments.items()}
+  return (
+    _describe_call(name, described, folder) if reference.evaluate else {"@name": name, **described}
+  )
+
+
+def _describe_call(name: str, arguments: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
+  """Returns a call with portable paths, and copies its vocabularies to the folder."""
+  if name == _QUICKSTART:
+    from rosetta_t5.data import quickstart_data
+
+    path = str(quickstart_data.data_folder() / quickstart_data.VOCABULARY_FILE)
+    arguments = {"sentencepiece_model_file": path, "extra_ids": quickstart_data.EXTRA_IDS}
+    name = "seqio.SentencePieceVocabulary"
+  for key in _VOCABULARY_FILES.get(name, ()):
+    if isinstance(arguments.get(key), str):
+      arguments[key] = _copy_vocabulary(arguments[key], folder)
+  for key in _DATA_FILES.get(name, ()):
+    if arguments.get(key):
+      arguments[key] = _absolute(arguments[key])
+  return {"@call": name, **arguments}
 
 
 def _bound_method(configurable: Configurable) -> str | None:
@@ -259,28 +279,6 @@ def _bound_method(configurable: Configurable) -> str | None:
   known = gin_internals.registered_configurables()
   methods = (each for each in known if each.is_method and each.module == configurable.selector)
   return next((method.selector for method in methods if bound_arguments(method)), None)
-
-
-def _keep_inputs(node: Any, folder: pathlib.Path) -> Any:
-  """Returns a value of a model file with portable paths, and copies its vocabularies to the folder."""
-  if isinstance(node, list):
-    return [_keep_inputs(item, folder) for item in node]
-  if not isinstance(node, dict):
-    return node
-  node = {key: _keep_inputs(value, folder) for key, value in node.items()}
-  if node.get("@call") == _QUICKSTART:
-    from rosetta_t5.data import quickstart_data
-
-    path = str(quickstart_data.data_folder() / quickstart_data.VOCABULARY_FILE)
-    arguments = {"sentencepiece_model_file": path, "extra_ids": quickstart_data.EXTRA_IDS}
-    node = {"@call": "seqio.SentencePieceVocabulary", **arguments}
-  for name in _VOCABULARY_FILES.get(node.get("@call", ""), ()):
-    if isinstance(node.get(name), str):
-      node[name] = _copy_vocabulary(node[name], folder)
-  for name in _DATA_FILES.get(node.get("@call", ""), ()):
-    if node.get(name):
-      node[name] = _absolute(node[name])
-  return node
 
 
 def _open_inputs(node: Any, folder: pathlib.Path) -> Any:
