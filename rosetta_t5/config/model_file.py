@@ -313,7 +313,7 @@ def _data_folders() -> dict[str, str | None]:
 def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
   """Returns the description of a vocabulary's copy in a folder; the path, if there is no such file."""
   from rosetta_t5.data.local_copies import announced_extra_ids, local_path
-  from rosetta_t5.data.vocabularies.tokenizer_folder import COMPANIONS, TOKENIZER
+  from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER, copy_vocabulary
 
   if os.path.isdir(path):
     path = os.path.join(path, TOKENIZER)
@@ -329,10 +329,7 @@ def _copy_vocabulary(path: str, folder: pathlib.Path) -> Any:
   while copy.exists() and not filecmp.cmp(source, copy, shallow=False):
     copy = folder.joinpath(_FOLDER, str(next(numbers)), *parts)
   copy.parent.mkdir(parents=True, exist_ok=True)
-  files.write_atomically(copy, source.read_bytes())
-  for file in map(source.with_name, COMPANIONS if source.name == TOKENIZER else ()):
-    if file.is_file():
-      files.write_atomically(copy.with_name(file.name), file.read_bytes())
+  copy_vocabulary(source, copy)
   return {"@file": copy.relative_to(folder).as_posix(), "of": path}
 
 

@@ -24,7 +24,7 @@ from rosetta_t5.data.prepared import shards
 from rosetta_t5.data.prepared.shards import ShardJob
 from rosetta_t5.data.reading import find_files
 from rosetta_t5.data.vocabularies import sentencepiece_models
-from rosetta_t5.data.vocabularies.tokenizer_folder import COMPANIONS, TOKENIZER
+from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER, copy_vocabulary
 from rosetta_t5.files import CHECKSUMS_NAME, exclusive_output, write_atomically, write_checksums
 from rosetta_t5.terminal import machine_path, percentage, positive_integer
 
@@ -80,11 +80,8 @@ def prepare(
   files = [f for f in find_files(inputs) if folder not in pathlib.Path(os.path.abspath(f)).parents]
   if not files:
     raise ValueError(f"--input contains no file outside --out {folder}")
-  is_folder = os.path.isdir(vocabulary)
-  source = pathlib.Path(
-    local_path(os.path.join(vocabulary, TOKENIZER) if is_folder else vocabulary)
-  )
-  model, is_tokenizer = source.read_bytes(), source.name == TOKENIZER
+  file = os.path.join(vocabulary, TOKENIZER) if os.path.isdir(vocabulary) else vocabulary
+  source = pathlib.Path(local_path(file))
   tokenizer = shards.open_vocabulary(source)
   if append_end and tokenizer.end < 0:
     raise ValueError(f"{vocabulary} has no end token: omit --append-eos (append_end)")
@@ -95,7 +92,7 @@ def prepare(
     "text": text,
     "append_end": append_end,
     "validation_percent": validation_percent,
-    "vocabulary_sha256": hashlib.sha256(model).hexdigest(),
+    "vocabulary_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
   }
   with exclusive_output(folder):
     before = _settings_of(folder, settings)
@@ -103,11 +100,8 @@ def prepare(
       raise ValueError(
         f"{folder} was prepared with {before}, got {settings}: set --out to another folder, or delete it"
       )
-    copy = folder / (TOKENIZER if is_tokenizer else shards.VOCABULARY)
-    write_atomically(copy, model)
-    for file in map(source.with_name, COMPANIONS if is_tokenizer else ()):
-      if file.is_file():
-        write_atomically(folder / file.name, file.read_bytes())
+    copy = folder / (TOKENIZER if source.name == TOKENIZER else shards.VOCABULARY)
+    copy_vocabulary(source, copy)
     jobs = _plan(files, out=str(folder), **settings)
     for name in (CHECKSUMS_NAME, shards.MANIFEST):
       (folder / name).unlink(missing_ok=True)

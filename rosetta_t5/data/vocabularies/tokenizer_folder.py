@@ -15,7 +15,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.files import read_json_object
+from rosetta_t5.files import read_json_object, write_atomically
 
 TOKENIZER = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
@@ -132,6 +132,14 @@ def _read_templates(root: pathlib.Path, settings: Mapping[str, Any]) -> dict[str
   if isinstance(given, list):
     return {each["name"]: each["template"] for each in given}
   return {"default": given} if isinstance(given, str) else {}
+
+
+def copy_vocabulary(source: pathlib.Path, copy: pathlib.Path) -> None:
+  """Copies a vocabulary's file, and the files beside a tokenizer.json that belong to it."""
+  write_atomically(copy, source.read_bytes())
+  for file in map(source.with_name, COMPANIONS if source.name == TOKENIZER else ()):
+    if file.is_file():
+      write_atomically(copy.with_name(file.name), file.read_bytes())
 
 
 def surrounding_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
