@@ -97,11 +97,6 @@ def get_mesh(
     return default_mesh(1, tuple(model_parallel_submesh), backend)
   size = int(np.prod(model_parallel_submesh))
   devices = sorted(input_devices, key=get_coords)
-  if len(devices) % size:
-    raise ValueError(
-      f"get_mesh needs a multiple of {size} devices for model_parallel_submesh = "
-      f"{tuple(model_parallel_submesh)}, got {len(devices)} input_devices"
-    )
   grid = np.array(devices, dtype=object).reshape(-1, size)
   return Mesh(grid, (DATA_AXIS, MODEL_AXIS), axis_types=(AxisType.Auto,) * 2)
 
