@@ -39,6 +39,8 @@ FILES = {
   "train": "t5x/configs/runs/pretrain.gin",
 }
 
+_FOR_THE_REPORT = ("NOTES", "TAGS")  # macros that `rosetta-t5 report` shows
+
 
 def check_required(program: Program) -> None:
   """Raises ConfigError with every value that is `%gin.REQUIRED` and set nowhere.
@@ -219,7 +221,7 @@ def unused_bindings(
 
   def is_read(binding: Binding) -> bool:
     if binding.macro is not None:
-      return binding.macro in macros
+      return binding.macro in macros or binding.macro in _FOR_THE_REPORT
     key = bound_at.get(binding.key)
     if key is None:
       return binding.key[1:] not in RETIRED_ARGUMENTS

@@ -1,8 +1,11 @@
-"""What a report shows: the charts of metrics, and the row of each run in the table of results."""
+"""What a report shows of each run: a summary, a row in the table of runs, and the charts of metrics."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +16,8 @@ from rosetta_t5.terminal import format_duration
 
 UNKNOWN = "–"
 _SECONDS_PER_DAY = 86400.0
+_SILENT_SECONDS = 1800.0  # A run that has written nothing for so long is no longer training.
+_FALLS = re.compile(r"loss|perplexity|error|\b[wct]er\b|edit")  # metrics that are better when lower
 TRAINING, EVALUATION, OTHER = "Training", "Evaluation", "Other metrics"
 
 
@@ -58,14 +63,6 @@ _TRAINING = {
     ("loss_per_all_target_tokens", "nats per position, with padding", 1),
     ("loss", "nats per batch", 1),
   ],
-  "Cross-entropy": [
-    ("cross_ent_loss_per_all_target_tokens", "nats per position, with padding", 1),
-    ("cross_ent_loss", "nats per batch", 1),
-  ],
-  "z-loss": [
-    ("z_loss_per_all_target_tokens", "nats per position, with padding", 1),
-    ("z_loss", "nats per batch", 1),
-  ],
   "Accuracy": [("accuracy", "% of target tokens", 100)],
   "Learning rate": [("learning_rate/current", "", 1), ("learning_rate", "", 1)],
   "Gradient norm": [("weight_gradient_norm", "L2 norm", 1)],
@@ -77,6 +74,8 @@ _TRAINING = {
     ("memory/host_peak_gib", "GiB of the first process", 1),
   ],
 }
+_PER_POSITION = "_per_all_target_tokens"
+_LOSS_PARTS = ("cross_ent_loss", "z_loss")
 _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
 
 
@@ -94,10 +93,26 @@ def _training_panels(recorded: Metrics) -> Iterator[Panel]:
   for title, choices in _TRAINING.items():
     for tag, unit, factor in [c for c in choices if ("train", c[0]) in recorded][:1]:
       lines = [Line("train", tag, factor=factor)]
-      # With several tasks the chart would be hard to read; each has a line in its own chart below.
-      if title in _EVALUATED and len(held_out) == 1 and (held_out[0], tag) in recorded:
-        lines = [lines[0]._replace(label="training"), Line(held_out[0], tag, "held-out", factor)]
+      measured = [group for group in held_out if (group, tag) in recorded]
+      # With more tasks the chart would be hard to read; each has a line in its own chart below.
+      if title in _EVALUATED and len(measured) in (1, 2):
+        labels = [_task(group) for group in measured] if len(measured) > 1 else ["held-out"]
+        pairs = zip(measured, labels, strict=True)
+        lines = [lines[0]._replace(label="training")]
+        lines += [Line(group, tag, label, factor) for group, label in pairs]
       yield Panel(TRAINING, title, unit, tuple(lines))
+    if title == "Loss":
+      yield from _loss_parts(recorded)
+
+
+def _loss_parts(recorded: Metrics) -> Iterator[Panel]:
+  for ending, unit in ((_PER_POSITION, "nats per position, with padding"), ("", "nats per batch")):
+    tags = [(part + ending, part) for part in _LOSS_PARTS if ("train", part + ending) in recorded]
+    if tags:
+      labels = {"cross_ent_loss": "cross-entropy", "z_loss": "z-loss"}
+      lines = tuple(Line("train", tag, labels[part]) for tag, part in tags)
+      yield Panel(TRAINING, "Parts of the loss", unit, lines)
+      return
 
 
 def _evaluation_panels(recorded: Metrics) -> Iterator[Panel]:
@@ -124,7 +139,7 @@ def _task(group: str) -> str:
 
 
 def summary_row(run: Run) -> dict[str, str]:
-  """Returns a run's row in the table of NVIDIA's T5X, by column; UNKNOWN where its files do not say."""
+  """Returns a run's row by column: its state, and the table of NVIDIA's T5X; UNKNOWN if unrecorded."""
   setup, mesh, computes = run.setup, run.setup.get("mesh"), dict(run.header).get("computes", "")
   # T5X records no setup, but both rates, whose ratio is the number of devices.
   speed = _median(run, "timing/seqs_per_second")
@@ -132,10 +147,9 @@ def summary_row(run: Run) -> dict[str, str]:
   if math.isnan(devices):
     devices = np.round(speed / _median(run, "timing/seqs_per_second_per_core"))
   batch = _positive(setup.get("batch_size", run.config.get("BATCH_SIZE")))
-  steps = _positive(setup.get("total_steps", run.config.get("TRAIN_STEPS")))
-  days = steps * batch / speed / _SECONDS_PER_DAY
+  days = (_total_steps(run) - run.first_step) * batch / speed / _SECONDS_PER_DAY
   fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
-  return {
+  row = {
     "Run": run.name,
     "Size": _format(run.num_parameters / 1e6, ",.4g", "\N{NO-BREAK SPACE}M"),
     "GPU": str(setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
@@ -149,7 +163,102 @@ def summary_row(run: Run) -> dict[str, str]:
     "GPU-days": _format(days * devices, ",.3g"),
     "MNLI (acc.)": _score(run, "mnli", ("accuracy",)),
     "SQuAD v1.1 (EM / F1)": _score(run, "squad", ("em", "f1")),
+    "Tags": ", ".join(_texts_of(run, "TAGS")) or UNKNOWN,
+    "Notes": " ".join(_texts_of(run, "NOTES")) or UNKNOWN,
   }
+  if setup.get("device") == "cpu":
+    row |= dict.fromkeys([name for name in row if name == "TP" or "GPU" in name], UNKNOWN)
+  return row
+
+
+def summarize(run: Run, now: float) -> dict[str, Any]:
+  """Returns a `sentence` about a run, and four `numbers` as (name, value, explanation).
+
+  Args:
+    run: the run.
+    now: the time, in seconds since 1970; a run that wrote something recently is still training.
+  """
+  total, last = _total_steps(run), run.last_step
+  state, spent = _state(run, now), format_duration(run.seconds_spent)
+  progress = f"step {last:,}" + (f" of {total:,.0f}" if math.isfinite(total) else "")
+  seconds_left = (total - last) / _median(run, "timing/steps_per_second")
+  left = f"about {format_duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
+  evaluation = _evaluation(run)
+  evaluated = evaluation.step >= 0
+  best = f"; {evaluation.name} was best at step {evaluation.step:,}" if evaluated else ""
+  speed, per_device = (_median(run, f"timing/seqs_per_second{of}") for of in ("", "_per_core"))
+  return {
+    "sentence": f"{state} at {progress} after {spent}{best}.",
+    "numbers": [
+      ("State", state, progress),
+      (
+        evaluation.name,
+        evaluation.best,
+        f"best; the last is {evaluation.last}" if evaluated else "none yet",
+      ),
+      ("Time spent", spent, "nothing is left" if last >= total else left),
+      (
+        "Sequences per second",
+        _format(speed, ",.4g"),
+        _format(per_device, ",.4g", " per device") if per_device != speed else "",
+      ),
+    ],
+  }
+
+
+def _state(run: Run, now: float) -> str:
+  last = run.log[-1] if run.log else {}
+  if last.get("event") == "end":
+    return str(last.get("reason", "ended")).capitalize()
+  if run.last_step >= _total_steps(run):
+    return "Finished"
+  return "Training" if now - run.last_time < _SILENT_SECONDS else "Ended without a record"
+
+
+class _Evaluation(NamedTuple):
+  name: str = "Evaluation"
+  step: int = -1  # of the best value
+  best: str = UNKNOWN
+  last: str = ""
+
+
+def _evaluation(run: Run) -> _Evaluation:
+  """Returns the best and the last value of the first metric of the run's own task."""
+  for group, tag in _evaluated_metrics(run):
+    series = drop_repeated_steps(run.series[group][tag])
+    series = series.take(np.isfinite(series.values))
+    if series.values.size:
+      best = (series.values.argmin if _FALLS.search(tag) else series.values.argmax)()
+      values = [f"{value:.4g}" for value in series.values[[best, -1]]]
+      is_loss = group.startswith("training_eval/")
+      name = "held-out loss" if is_loss else tag.removeprefix("eval/")
+      return _Evaluation(f"{name} of {_task(group)}", int(series.steps[best]), *values)
+  return _Evaluation()
+
+
+def _evaluated_metrics(run: Run) -> Iterator[tuple[str, str]]:
+  """Yields (group, tag): metrics of predictions before held-out losses, and the run's task before others."""
+  task = run.config.get("MIXTURE_OR_TASK_NAME", "").strip("'\"")
+  losses = [tag for tag, *_ in _TRAINING["Loss"]]
+  for parent in ("inference_eval/", "training_eval/"):
+    groups = [group for group in run.series if group.startswith(parent)]
+    for group in sorted(groups, key=lambda group: (_task(group) != task, group)):
+      tags = run.series[group]
+      yield from (
+        (group, tag) for tag in (tags if parent == "inference_eval/" else losses) if tag in tags
+      )
+
+
+def _total_steps(run: Run) -> float:
+  return _positive(run.setup.get("total_steps", run.config.get("TRAIN_STEPS")))
+
+
+def _texts_of(run: Run, macro: str) -> list[str]:
+  """Returns the text or the texts of a macro of the configuration."""
+  with contextlib.suppress(ValueError, SyntaxError):
+    value = ast.literal_eval(run.config.get(macro, "()"))
+    return [value] if isinstance(value, str) else [str(text) for text in value]
+  return []
 
 
 def _median(run: Run, tag: str) -> float:

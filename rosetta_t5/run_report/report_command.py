@@ -16,13 +16,14 @@ import importlib.resources
 import json
 import pathlib
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from rosetta_t5.files import write_atomically
-from rosetta_t5.run_report.contents import choose_panels, summary_row
+from rosetta_t5.run_report.contents import UNKNOWN, choose_panels, summarize, summary_row
 from rosetta_t5.run_report.run_folder import Run, Series, decimate, drop_repeated_steps, read_runs
 from rosetta_t5.terminal import machine_path
 from rosetta_t5.user_errors import ConfigError
@@ -158,13 +159,18 @@ def encode_data(runs: Sequence[Run]) -> str:
   panels = choose_panels(runs)
   count = sum(len(tags) for run in runs for tags in run.series.values())
   max_points = min(_MAX_POINTS_OF_SERIES, max(20, _MAX_POINTS // count))
+  rows = [summary_row(run) for run in runs]
+  columns = [name for name in rows[0] if any(row[name] != UNKNOWN for row in rows)]
   data = {
     "created": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-    "columns": list(summary_row(runs[0])),
+    "columns": columns,
     "panels": [
       panel._asdict() | {"lines": [line._asdict() for line in panel.lines]} for panel in panels
     ],
-    "runs": [_describe_run(run, max_points) for run in runs],
+    "runs": [
+      _describe_run(run, max_points) | {"row": [row[name] for name in columns]}
+      for run, row in zip(runs, rows, strict=True)
+    ],
   }
   return _compress(json.dumps(data, allow_nan=False).encode())
 
@@ -172,7 +178,7 @@ def encode_data(runs: Sequence[Run]) -> str:
 def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
   all_series = [series for tags in run.series.values() for series in tags.values()]
   times = [*(line["time"] for line in run.log), *(float(s.times.min()) for s in all_series)]
-  first_time, last_time = min(times), max(float(series.times.max()) for series in all_series)
+  first_time = min(times)
   # The positions of inputs and targets in a batch, with padding.
   lengths = run.setup.get("lengths", {})
   features = ("encoder_input_tokens", "decoder_target_tokens")
@@ -180,8 +186,8 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
   return {
     "name": run.name,
     "folder": str(run.folder),
-    "row": list(summary_row(run).values()),
-    "duration": last_time - first_time,
+    **summarize(run, time.time()),
+    "duration": run.last_time - first_time,
     "tokensPerStep": positions or None,
     "about": _about(run),
     "config": run.config,

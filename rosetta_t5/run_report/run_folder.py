@@ -100,6 +100,37 @@ class Run:
     return next((line for line in reversed(self.log) if line.get("event") == "start"), {})
 
   @property
+  def first_step(self) -> int:
+    """The number of completed steps when the run first started; 0 if it was not recorded."""
+    starts = [line["step"] for line in self.log if isinstance(line.get("step"), int)]
+    return starts[0] if starts else 0
+
+  @property
+  def last_step(self) -> int:
+    """The last step with metrics of training."""
+    return max(
+      (int(series.steps.max()) for series in self.series.get("train", {}).values()), default=0
+    )
+
+  @property
+  def last_time(self) -> float:
+    """When the run last wrote something, in seconds since 1970."""
+    times = [float(series.times.max()) for tags in self.series.values() for series in tags.values()]
+    return max([*times, *(line["time"] for line in self.log)])
+
+  @property
+  def seconds_spent(self) -> float:
+    """The duration of all starts of the run, without the time between them."""
+    tags = [series.times for group in self.series.values() for series in group.values()]
+    ends = [line["time"] for line in self.log if line.get("event") == "end"]
+    times = np.unique(np.concatenate([*tags, ends]))
+    starts = [line["time"] for line in self.log if line.get("event") == "start"] or [times[0]]
+    parts = np.split(times, np.searchsorted(times, starts))[1:]
+    return sum(
+      float(part[-1]) - start for part, start in zip(parts, starts, strict=True) if part.size
+    )
+
+  @property
   def header(self) -> list[tuple[str, str]]:
     """The lines of the header that the last start printed, as (name, text)."""
     lines = (line.partition(" ") for line in str(self.setup.get("header", "")).splitlines())

@@ -93,6 +93,8 @@ from t5x import utils
 BATCH_SIZE = {batch_size}
 TASK_FEATURE_LENGTHS = {{'inputs': 512, 'targets': 114}}
 TRAIN_STEPS = 1000000
+NOTES = 'a baseline'
+TAGS = ('pile', 'small')
 
 # Parameters for network.T5Config:
 # ==============================================================================

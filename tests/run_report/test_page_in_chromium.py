@@ -49,6 +49,7 @@ def _opening_pages(browser):
       ),
     )
     page.goto(url)
+    page.locator(".plot").first.scroll_into_view_if_needed()  # A chart is drawn when it is near.
     page.wait_for_selector(PLOT)
     return page
 
@@ -85,11 +86,11 @@ def drawn_lines(page):
 
 def test_a_run_can_be_switched_off_and_on(page):
   assert drawn_lines(page) == 4  # training and held-out data of two runs
-  assert page.locator("#results tbody tr").count() == 2
+  assert page.locator("#runs tbody tr").count() == 2
   chip = page.locator(".chip", has_text="second")
   chip.click()
   assert drawn_lines(page) == 2
-  assert page.locator("#results tbody tr").count() == 1
+  assert page.locator("#runs tbody tr").count() == 1
   assert chip.get_attribute("aria-pressed") == "false"
   chip.click()
   assert drawn_lines(page) == 4
@@ -113,6 +114,27 @@ def test_the_mouse_shows_values_and_the_controls_change_axes_and_smoothing(page)
   assert page.locator(LOSS).evaluate("plot => plot.layout.yaxis.range[1]") < highest
   page.locator("#log").check()
   assert page.locator(LOSS).evaluate("plot => plot.layout.yaxis.type") == "log"
+
+
+def test_the_table_of_runs_is_sorted_and_filtered(page):
+  names = page.locator("#runs tbody td:first-child")
+  assert names.all_text_contents() == ["first", "second"]
+  page.get_by_role("button", name="Sequences/s").press("Enter")
+  assert names.all_text_contents() == ["second", "first"]
+  page.get_by_role("button", name="Est. walltime").click()  # 4d05h and 4d16h
+  page.get_by_role("button", name="Est. walltime").click()
+  assert names.all_text_contents() == ["second", "first"]
+  page.get_by_label("Filter the runs").fill("5,600")
+  assert names.all_text_contents() == ["first"]
+  page.get_by_label("Filter the runs").fill("")
+
+
+def test_a_constant_is_drawn_near_its_value(page):
+  plot = page.locator("#training .chart:has(h3:text-is('Peak memory')) .plot")
+  plot.scroll_into_view_if_needed()
+  plot.locator(".main-svg").first.wait_for()
+  page.locator("#log").uncheck()
+  assert plot.evaluate("plot => plot.layout.yaxis.range") == pytest.approx([49.2, 73.8])
 
 
 def test_tables_show_predictions_differences_and_placement(page):

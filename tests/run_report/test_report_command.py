@@ -44,8 +44,7 @@ def test_the_page_is_one_file_that_needs_no_network(runs, tmp_path, capsys):
     panel["title"] for panel in data_of(page)["panels"] if panel["section"] == "Training"
   ] == [
     "Loss",
-    "Cross-entropy",
-    "z-loss",
+    "Parts of the loss",
     "Accuracy",
     "Learning rate",
     "Gradient norm",

@@ -10,7 +10,7 @@ import shutil
 import pytest
 import run_files
 
-from rosetta_t5.run_report.contents import summary_row
+from rosetta_t5.run_report.contents import summarize, summary_row
 from rosetta_t5.run_report.report_command import encode_data
 from rosetta_t5.run_report.run_folder import parse_bindings, read_runs
 
@@ -52,7 +52,46 @@ def test_the_row_has_the_figures_of_the_run(runs):
     "GPU-days": "33.9",
     "MNLI (acc.)": "83.10",
     "SQuAD v1.1 (EM / F1)": "76.92 / 90.91",
+    "Tags": "pile, small",
+    "Notes": "a baseline",
   }
+
+
+def test_the_summary_says_how_far_the_run_is_and_how_good(runs):
+  run = read_runs([str(runs[0])])[0]
+  run.config["MIXTURE_OR_TASK_NAME"] = "'squad_v010_allanswers'"
+  summary = summarize(run, now=run.last_time)
+  assert summary["sentence"] == (
+    "Finished at step 1,000 of 1,000,000 after 10m19s; em of squad_v010_allanswers was best at step 1,000."
+  )
+  assert [(name, value) for name, value, _ in summary["numbers"]] == [
+    ("State", "Finished"),
+    ("em of squad_v010_allanswers", "76.92"),
+    ("Time spent", "10m19s"),
+    ("Sequences per second", "5,600"),
+  ]
+
+
+def test_a_run_without_an_end_is_training_until_it_is_silent(runs):
+  run = read_runs([str(runs[0])])[0]
+  run.log.pop()
+  states = [summarize(run, run.last_time + wait)["numbers"][0][1] for wait in (60, 7200)]
+  assert states == ["Training", "Ended without a record"]
+
+
+def test_a_held_out_loss_is_best_where_it_is_lowest(runs):
+  run = read_runs([str(runs[0])])[0]
+  run.series = {name: tags for name, tags in run.series.items() if "inference" not in name}
+  name, best, explanation = summarize(run, 0)["numbers"][1]
+  assert (name, best, explanation) == ("held-out loss of c4", "2.559", "best; the last is 2.559")
+
+
+def test_the_estimated_time_counts_only_the_steps_of_the_run(runs):
+  run = read_runs([str(runs[0])])[0]
+  for line in run.log:
+    if line["event"] == "start":
+      line["step"] = 500_000
+  assert summary_row(run)["GPU-days"] == "16.9"
 
 
 def test_a_percentage_below_one_is_not_taken_for_a_fraction(tmp_path):

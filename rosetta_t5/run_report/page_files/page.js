@@ -90,7 +90,8 @@ function layout(xTitle, yTitle, isLog) {
     margin: { l: 8, r: 10, t: 8, b: 8 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: style("--card"), bordercolor: style("--line"), font: { color: style("--ink"), size: 12 } },
-    modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--muted"), activecolor: style("--ink") },
+    // A finger scrolls the page.
+    dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     showlegend: false,
     xaxis: { ...axis, title: { text: xTitle, font: { size: 12 }, standoff: 6 }, nticks: 7, exponentformat: "SI", unifiedhovertitle: { text: `${xTitle} %{x}` } },
     yaxis: { ...axis, title: { text: yTitle, font: { size: 12 }, standoff: 6 }, type: isLog ? "log" : "linear", nticks: 6, exponentformat: "power" },
@@ -98,7 +99,7 @@ function layout(xTitle, yTitle, isLog) {
   };
 }
 
-const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] };
+const CONFIG = { responsive: true, displayModeBar: false };
 const DASHES = [["solid", "solid"], ["dot", "dotted"], ["dash", "dashed"]]; // plotly's and CSS's names
 
 function linesOf(panel, run) {
@@ -131,17 +132,28 @@ function drawPanel(plot, panel) {
   const look = layout(axisTitle(state.axis), panel.unit, state.log);
   // Rates and shares are read against zero.
   if (!state.log && /per second|%|GiB|ms/.test(panel.unit)) look.yaxis.rangemode = "tozero";
-  if (state.clip && lines.length) look.yaxis.range = usualRange(lines);
+  const values = lines.flatMap((line) => line.y);
+  // Smoothing rounds, so a constant's values differ a little.
+  const isConstant = values.every((value) => Math.abs(value - values[0]) <= 1e-9 * Math.abs(value));
+  if (values.length && isConstant) look.yaxis.range = rangeAround(values[0]);
+  else if (state.clip && values.length) look.yaxis.range = usualRange(values);
   if (!lines.length) look.annotations = [note(emptyReason())];
   return Plotly.react(plot, lines, look, CONFIG);
 }
 
 // The range of a vertical axis without the highest and the lowest hundredth of the values.
-function usualRange(lines) {
-  const values = lines.flatMap((line) => line.y).filter((y) => !state.log || y > 0).sort((a, b) => a - b);
+function usualRange(all) {
+  const values = all.filter((y) => !state.log || y > 0).sort((a, b) => a - b);
   const scaled = [0.01, 0.99].map((share) => values[Math.round(share * (values.length - 1))]).map((y) => (state.log ? Math.log10(y) : y));
   const margin = 0.05 * (scaled[1] - scaled[0]) || 1;
   return [scaled[0] - margin, scaled[1] + margin];
+}
+
+// The range of a vertical axis of a constant, which plotly would draw from the constant - 1 to + 1.
+function rangeAround(value) {
+  if (state.log && value > 0) return [Math.log10(value) - 0.5, Math.log10(value) + 0.5];
+  const margin = Math.abs(value) / 5 || 1;
+  return [value - margin, value + margin];
 }
 
 function emptyReason() {
@@ -175,15 +187,14 @@ function eventsOf(run) {
   return events;
 }
 
-// The steps over time, with a gap at each restart.
+// The steps over time, with a gap before each start.
 function progressOf(run) {
   const { steps, seconds } = decodePoints(run.timeline.progress);
-  for (const restart of run.timeline.log.filter((event) => event.kind === "start").slice(1)) {
-    const at = seconds.findIndex((second) => second >= restart.seconds);
-    if (at > 0) {
-      steps.splice(at, 0, NaN);
-      seconds.splice(at, 0, restart.seconds);
-    }
+  for (const start of run.timeline.log.filter((event) => event.kind === "start")) {
+    const at = seconds.findIndex((second) => second >= start.seconds);
+    if (at < 0) continue;
+    steps.splice(at, 0, NaN, start.step ?? NaN);
+    seconds.splice(at, 0, start.seconds, start.seconds);
   }
   return { steps, seconds };
 }
@@ -221,7 +232,6 @@ function drawTimeline(plot) {
   const look = layout(axisTitle("seconds"), "Step", false);
   look.hovermode = "closest";
   look.showlegend = true;
-  look.yaxis.rangemode = "tozero";
   look.yaxis.exponentformat = "SI";
   if (!lines.length) look.annotations = [note(emptyReason())];
   return Plotly.react(plot, lines, look, CONFIG);
@@ -277,13 +287,55 @@ function card(...children) {
   return make("div", { className: "card" }, ...children);
 }
 
-function resultsSection() {
-  const element = make("div", { className: "scroll" });
-  updates.push(() => {
-    const numbers = state.data.columns.map((_, n) => n).slice(4);
-    element.replaceChildren(table(state.data.columns, visibleRuns().map((run) => run.row), "row", numbers));
-  });
-  return section("Results", card(element));
+function overviewSection() {
+  const grid = make("div", { className: "grid summaries" });
+  updates.push(() => grid.replaceChildren(...visibleRuns().map(summaryCard)));
+  return section("Overview", grid);
+}
+
+function summaryCard(run) {
+  const dot = make("i", { className: "dot" });
+  dot.style.background = color(run);
+  const numbers = run.numbers.map(([name, value, explanation]) => make("div", {},
+    make("dt", { textContent: name }), make("dd", { textContent: value }), make("dd", { className: "muted", textContent: explanation })));
+  const title = make("h3", {}, dot, make("span", { textContent: run.name }));
+  return make("div", { className: "card summary" }, title, make("p", { textContent: run.sentence }), make("dl", {}, ...numbers));
+}
+
+// What the cells of a column are sorted by: numbers, durations such as 4d05h, or texts.
+function sortKey(text) {
+  const seconds = { d: 86400, h: 3600, m: 60, s: 1 };
+  const parts = [...text.matchAll(/(\d+)([dhms])/g)];
+  if (parts.length) return parts.reduce((sum, [, count, unit]) => sum + count * seconds[unit], 0);
+  const number = parseFloat(text.replaceAll(",", ""));
+  return Number.isNaN(number) ? text : number;
+}
+
+function runsSection() {
+  const { columns } = state.data;
+  const order = { column: null, sign: 1 };
+  const compare = (a, b) => {
+    const [x, y] = [a, b].map((row) => sortKey(row[order.column]));
+    return order.sign * (typeof x === typeof y ? (x > y) - (x < y) : typeof x === "number" ? -1 : 1);
+  };
+  const fill = (filter) => {
+    const rows = visibleRuns().map((run) => run.row).filter((row) => row.join(" ").toLowerCase().includes(filter));
+    if (order.column !== null) rows.sort(compare);
+    const numbers = columns.map((_, n) => n).filter((n) => n && rows.every((row) => /^[\d–]/.test(row[n])));
+    const shown = table(columns, rows, "row", numbers);
+    shown.tHead.rows[0].querySelectorAll("th").forEach((head, n) => {
+      if (n === order.column) head.setAttribute("aria-sort", order.sign > 0 ? "ascending" : "descending");
+      const sort = () => {
+        Object.assign(order, { column: n, sign: n === order.column ? -order.sign : 1 });
+        update();
+        body.querySelectorAll("th button")[n].focus();
+      };
+      head.replaceChildren(make("button", { type: "button", textContent: columns[n], onclick: sort }));
+    });
+    return shown;
+  };
+  const [bar, body, update] = filtered("Filter the runs", fill);
+  return section("Runs", card(bar, body));
 }
 
 function timelineSection() {
@@ -316,9 +368,11 @@ function lineKey(panel) {
 function panelCard(panel) {
   const notes = make("div");
   updates.push(() => notes.replaceChildren(...nonfiniteNotes(panel)));
-  const head = make("div", { className: "head" }, make("h3", { textContent: panel.title }), lineKey(panel));
   const plot = plotElement((target) => drawPanel(target, panel));
-  return make("div", { className: "card chart" }, head, notes, plot);
+  const save = make("button", { type: "button", className: "save", textContent: "Save", title: "Save the chart as a PNG" });
+  save.onclick = () => Plotly.downloadImage(plot, { format: "png", scale: 2, width: plot.clientWidth, height: plot.clientHeight, filename: panel.title });
+  const head = make("div", { className: "head" }, make("h3", { textContent: panel.title }), lineKey(panel));
+  return make("div", { className: "card chart" }, head, notes, plot, save);
 }
 
 function panelSection(title) {
@@ -377,7 +431,7 @@ function filtered(placeholder, fill, ...controls) {
   search.oninput = update;
   controls.forEach((control) => control.addEventListener("change", update));
   updates.push(update);
-  return [make("div", { className: "bar" }, search, ...controls), body];
+  return [make("div", { className: "bar" }, search, ...controls), body, update];
 }
 
 function configurationSection() {
@@ -395,7 +449,7 @@ function configurationSection() {
     return table(["Setting", ...runs.map((run) => run.name)], rows, "code");
   };
   const controls = state.data.runs.length > 1 ? [only] : [];
-  return section("Configuration", card(...filtered("Filter the settings", fill, ...controls)));
+  return section("Configuration", card(...filtered("Filter the settings", fill, ...controls).slice(0, 2)));
 }
 
 function modelSection() {
@@ -412,7 +466,7 @@ function modelSection() {
         const rows = run.variables.filter((row) => row[0].toLowerCase().includes(filter));
         return table(columns, rows.map(([name, shape, size, ...rest]) => [name, shape, size.toLocaleString("en"), ...rest]), "code", [2]);
       };
-      parts.push(...filtered("Filter the arrays", fill));
+      parts.push(...filtered("Filter the arrays", fill).slice(0, 2));
     }
     const element = make("details", { className: "card", open: state.data.runs.length === 1 }, ...parts);
     updates.push(() => { element.hidden = state.hidden.has(run.name); });
@@ -444,7 +498,7 @@ function showRuns() {
     chip.setAttribute("aria-pressed", !state.hidden.has(run.name));
     return chip;
   });
-  document.getElementById("runs").replaceChildren(...chips);
+  document.getElementById("chips").replaceChildren(...chips);
 }
 
 function build() {
@@ -455,8 +509,8 @@ function build() {
   document.querySelector('#axis [value="tokens"]').disabled = !state.data.runs.some((run) => run.tokensPerStep);
   showRuns();
   const sections = [
-    resultsSection(), timelineSection(), panelSection("Training"), panelSection("Evaluation"), samplesSection(),
-    configurationSection(), modelSection(), panelSection("Other metrics"),
+    overviewSection(), panelSection("Training"), panelSection("Evaluation"), samplesSection(), runsSection(),
+    timelineSection(), configurationSection(), modelSection(), panelSection("Other metrics"),
   ];
   document.getElementById("main").replaceChildren(...sections.filter(Boolean));
   refresh();
