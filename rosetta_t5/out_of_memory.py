@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from rosetta_t5.plan.memory import size_text, state_bytes
+from rosetta_t5.plan.memory import state_bytes
+from rosetta_t5.terminal import size_text
 
 _FSDP = 'partitioning.PjitPartitioner.mesh = {"fsdp": N}: N devices share parameters and optimizer'
 TRAINING = (

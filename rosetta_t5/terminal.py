@@ -205,6 +205,24 @@ def format_duration(seconds: float) -> str:
   return f"{minutes}m{seconds:02}s" if minutes else f"{seconds}s"
 
 
+def format_seconds(seconds: float) -> str:
+  """Formats a measured or estimated time with three digits: 1.53 s, 20.4 ms, 0.015 ms."""
+  return f"{format_number(seconds, 3)} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def format_number(number: float, digits: int = 4) -> str:
+  """Formats a number with at least this many digits, and thousands with commas: 0.1234, 5.6, 12,345."""
+  return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+
+
+def size_text(number: float) -> str:
+  """Returns a number of bytes as text, such as 310 MB or 11.4 GB."""
+  for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+    if number >= size:
+      return f"{number / size:.3g} {unit}"
+  return f"{number / 1e3:.3g} kB"
+
+
 def _print_lines(bar: Bar, stream: IO[str] | None, period_s: float, ended: threading.Event) -> None:
   started = time.monotonic()
   while not ended.wait(period_s):

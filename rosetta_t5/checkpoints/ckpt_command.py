@@ -13,6 +13,7 @@ from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.saved_items import PIN_FILE, is_pinned_checkpoint
 from rosetta_t5.files import CHECKSUMS_NAME, files_in, write_checksums
+from rosetta_t5.terminal import size_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,12 @@ def show_arrays(path: epath.PathLike, state: bool = False) -> int:
     print(f"{name:<{width}}  {shape:>18}  {array.dtype.name}")
   layout = checkpoint_folders.detect_checkpoint_type(folder)
   step = checkpoint_folders.stored_step(arrays)
-  total = sum(array.size for array in params.values())
-  print(f"{folder}: {layout.value}, step {step}, {len(params)} parameters with {total:,} values")
+  print(f"{folder}: {layout.value}, step {step}")
+  rest = {name: array for name, array in arrays.items() if name not in params}
+  for kind, group in (("parameters", params), ("optimizer state", rest)):
+    values = sum(array.size for array in group.values())
+    size = sum(array.size * array.dtype.itemsize for array in group.values())
+    print(f"{kind}: {len(group)} arrays, {values:,} values, {size_text(size)}")
   return 0
 
 

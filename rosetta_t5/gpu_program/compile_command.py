@@ -29,11 +29,10 @@ from rosetta_t5.parallel.placement import use_placement
 from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
 from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
-from rosetta_t5.plan.memory import size_text
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
 from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
-from rosetta_t5.terminal import positive_integer
+from rosetta_t5.terminal import positive_integer, size_text
 from rosetta_t5.training.trainer import trainer_to_compile
 from rosetta_t5.user_errors import ConfigError
 

@@ -25,9 +25,10 @@ from rosetta_t5.parallel.mesh import (
 )
 from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
-from rosetta_t5.plan.memory import StateMemory, size_text
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE
+from rosetta_t5.terminal import size_text
 
 # The axes that split parameters, as a user names them.
 _SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")

@@ -22,7 +22,7 @@ from rosetta_t5.plan.activations import Activations
 from rosetta_t5.plan.configurations import GPU, changes_that_fit
 from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
-from rosetta_t5.plan.memory import size_text, state_bytes, step_memory
+from rosetta_t5.plan.memory import state_bytes, step_memory
 from rosetta_t5.plan.workload import (
   Workload,
   fastest_kernel,
@@ -33,6 +33,7 @@ from rosetta_t5.plan.workload import (
 )
 from rosetta_t5.telemetry.console import count_parameters, describe_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
+from rosetta_t5.terminal import format_number, size_text
 from rosetta_t5.traced.program import flops_of_segments
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.user_errors import reason_of, with_lines
@@ -281,7 +282,7 @@ def flops_rows(plan: Plan) -> Rows:
   number, is_exact = plan.flops
   units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
   unit, size = next((unit for unit in units if number >= unit[1]), units[-1])
-  text = f"{number / size:,.4g} {unit} per step"
+  text = f"{format_number(number / size)} {unit} per step"
   return [("FLOPs", text if is_exact else f"about {text} (6 per parameter and token)")]
 
 

@@ -312,11 +312,3 @@ class _Moments:
     else:
       size = 1 / work.itemsize if work.fp8 else 1.0
     return self.gradients[number] * size
-
-
-def size_text(number: float) -> str:
-  """Returns a number of bytes as text, such as 310 MB or 11.4 GB."""
-  for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-    if number >= size:
-      return f"{number / size:.3g} {unit}"
-  return f"{number / 1e3:.3g} kB"

@@ -13,9 +13,9 @@ from rosetta_t5.config.configuration import ResolvedRun, Rows
 from rosetta_t5.plan.configurations import USABLE, best_configurations
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
 from rosetta_t5.plan.estimate import Estimate, estimate_step
-from rosetta_t5.plan.memory import StateMemory, size_text
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.telemetry.gpus import GPUS, Gpu
-from rosetta_t5.terminal import positive_integer
+from rosetta_t5.terminal import format_number, format_seconds, positive_integer, size_text
 from rosetta_t5.user_errors import ConfigError
 
 
@@ -107,12 +107,17 @@ def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
 
 def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
   speed = plan.dataset_cfg.batch_size / estimate.step_seconds
-  bubble = f"{estimate.bubble_seconds:.3g} s in the pipeline's bubble, " if estimate.bubble else ""
-  step = (
-    f"{estimate.step_seconds:.3g} s: {estimate.compute_seconds:.3g} s at an MFU of {mfu:g}, "
-    f"{bubble}{estimate.waiting_seconds:.3g} s waiting for links"
+  bubble = (
+    f"{format_seconds(estimate.bubble_seconds)} in the pipeline's bubble, "
+    if estimate.bubble
+    else ""
   )
-  text = f"{speed:,.4g} sequences/s, {speed / plan.devices[0]:,.4g} per GPU"
+  step = (
+    f"{format_seconds(estimate.step_seconds)}: {format_seconds(estimate.compute_seconds)} at an MFU of {mfu:g}, "
+    f"{bubble}{format_seconds(estimate.waiting_seconds)} waiting for links"
+  )
+  per_gpu = format_number(speed / plan.devices[0])
+  text = f"{format_number(speed)} sequences/s, {per_gpu} per GPU"
   return [("step", step), ("speed", text)]
 
 
@@ -126,7 +131,7 @@ def _traffic_rows(estimate: Estimate) -> Rows:
     what = f"{each.collective.kind} of {each.collective.why} over {axes}, by {link}"
     sent[what] += each.sent
     seconds[what] += each.seconds
-  lines = [f"{size_text(sent[what]):>8}  {what}: {seconds[what] * 1e3:.3g} ms" for what in sent]
+  lines = [f"{size_text(sent[what]):>8}  {what}: {format_seconds(seconds[what])}" for what in sent]
   return labeled("sends", lines or ["nothing"])
 
 
@@ -146,10 +151,11 @@ def _choice_rows(plan: Plan, mfu: float, any_precision: bool) -> Rows:
     mesh = " × ".join(f"{name} {size}" for name, size in choice.mesh.items() if size > 1)
     memory = size_text(sum(choice.estimate.memory.values()))
     seconds = choice.estimate.step_seconds
-    speed = plan.dataset_cfg.batch_size / seconds
+    speed = format_number(plan.dataset_cfg.batch_size / seconds)
     if choice.work.fp8 != plan.fp8:
       mesh = f"{mesh or 'one GPU'}, in {'fp8' if choice.work.fp8 else 'bfloat16'}"
-    text = f"{mesh or 'one GPU'}: {seconds:.3g} s, {speed:,.4g} sequences/s, {memory} on each GPU"
+    time = format_seconds(seconds)
+    text = f"{mesh or 'one GPU'}: {time}, {speed} sequences/s, {memory} on each GPU"
     lines = choice.flags(is_fp8_set=plan["te_config_cls"] is not None)
     rows += labeled(f"{number}.", [text, *(f"{line} \\" for line in lines[:-1]), lines[-1]])
   return rows

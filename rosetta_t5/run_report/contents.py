@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rosetta_t5.run_report.run_folder import Run, Series, drop_repeated_steps
-from rosetta_t5.terminal import format_duration
+from rosetta_t5.terminal import format_duration, format_number
 
 UNKNOWN = "–"
 _SECONDS_PER_DAY = 86400.0
@@ -151,16 +151,16 @@ def summary_row(run: Run) -> dict[str, str]:
   fp8 = " + fp8" if "; fp8 " in computes and "; fp8 off" not in computes else ""
   row = {
     "Run": run.name,
-    "Size": _format(run.num_parameters / 1e6, ",.4g", "\N{NO-BREAK SPACE}M"),
+    "Size": _number(run.num_parameters / 1e6, unit="\N{NO-BREAK SPACE}M"),
     "GPU": str(setup.get("device") or UNKNOWN).removeprefix("NVIDIA "),
     "Precision": (computes.partition(";")[0] or UNKNOWN) + fp8,
-    "#GPUs": _format(devices, ",.0f"),
-    "TP": _format(_positive(mesh.get("model") if isinstance(mesh, dict) else None), ".0f"),
-    "BS / GPU": _format(batch / devices, ",.4g"),
-    "Sequences/s": _format(speed, ",.4g"),
-    "Seq/s/GPU": _format(speed / devices, ",.4g"),
+    "#GPUs": _number(devices),
+    "TP": _number(_positive(mesh.get("model") if isinstance(mesh, dict) else None)),
+    "BS / GPU": _number(batch / devices),
+    "Sequences/s": _number(speed),
+    "Seq/s/GPU": _number(speed / devices),
     "Est. walltime": format_duration(days * _SECONDS_PER_DAY) if math.isfinite(days) else UNKNOWN,
-    "GPU-days": _format(days * devices, ",.3g"),
+    "GPU-days": _number(days * devices, 3),
     "MNLI (acc.)": _score(run, "mnli", ("accuracy",)),
     "SQuAD v1.1 (EM / F1)": _score(run, "squad", ("em", "f1")),
     "Tags": ", ".join(_texts_of(run, "TAGS")) or UNKNOWN,
@@ -199,8 +199,8 @@ def summarize(run: Run, now: float) -> dict[str, Any]:
       ("Time spent", spent, "nothing is left" if last >= total else left),
       (
         "Sequences per second",
-        _format(speed, ",.4g"),
-        _format(per_device, ",.4g", " per device") if per_device != speed else "",
+        _number(speed),
+        _number(per_device, unit=" per device") if per_device != speed else "",
       ),
     ],
   }
@@ -229,7 +229,7 @@ def _evaluation(run: Run) -> _Evaluation:
     series = series.take(np.isfinite(series.values))
     if series.values.size:
       best = (series.values.argmin if _FALLS.search(tag) else series.values.argmax)()
-      values = [f"{value:.4g}" for value in series.values[[best, -1]]]
+      values = [format_number(float(series.values[n])) for n in (int(best), -1)]
       is_loss = group.startswith("training_eval/")
       name = "held-out loss" if is_loss else tag.removeprefix("eval/")
       return _Evaluation(f"{name} of {_task(group)}", int(series.steps[best]), *values)
@@ -298,5 +298,5 @@ def _positive(value: Any) -> float:
   return number if 0 < number < 1e18 else math.nan
 
 
-def _format(value: float, spec: str, unit: str = "") -> str:
-  return format(value, spec) + unit if math.isfinite(value) else UNKNOWN
+def _number(value: float, digits: int = 4, unit: str = "") -> str:
+  return format_number(value, digits) + unit if math.isfinite(value) else UNKNOWN

@@ -26,7 +26,7 @@ Metrics = Mapping[str, float]
 LOSS_PER_TOKEN = "loss_per_nonpadding_target_token"
 _STEPS_PER_SECOND = "timing/steps_per_second"
 _EPOCHS = "data/epochs/"
-# What a line shows after the loss, as far as it was measured and there is room: the first come first.
+# What a line shows after the loss and the time, as far as it was measured.
 _CELLS = {
   "data/bad_examples": "bad examples left out: {:.0f}",
   run_metrics.SKIPPED_STEPS: "skipped {:.0f} steps",
@@ -35,11 +35,7 @@ _CELLS = {
   "learning_rate/current": "lr {:.4g}",
   run_metrics.SEQUENCES_PER_SECOND: "{:,.2f} seq/s",
   run_metrics.UTILIZATION: "MFU {:.1%}",
-  "timing/target_tokens_per_second": "{:,.0f} tokens/s",
-  run_metrics.SAMPLES: "{:,.0f} samples",
-  run_metrics.WEIGHT_NORM: "param norm {:.4g}",
 }
-_LINE_WIDTH = 120
 # On a terminal the bar shows the rest.
 _SECONDS_BETWEEN_LINES = 5.0
 _HEADER_WIDTH = len("computes")
@@ -103,10 +99,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       if speed := values.get(_STEPS_PER_SECOND):
         left = terminal.format_duration((self._total_steps - step) / speed)
         cells += [f"{1000 / speed:,.2f} ms/step", f"eta {left}"]
-      line = "  ".join(cells)
-      for cell in _measured_cells(values):
-        line += f"  {cell}" if len(line) + 2 + len(cell) <= _LINE_WIDTH else ""
-      terminal.print_line(line)
+      terminal.print_line("  ".join([*cells, *_measured_cells(values)]))
 
   def report_evaluation(self, step: int, values_by_task: Mapping[str, Metrics]) -> None:
     """Shows the loss and the accuracy of each task."""
@@ -194,7 +187,9 @@ def describe_training(
     computation: number formats and kernels, with reasons.
     notes: warnings about the run, one per line.
   """
-  cost = "" if flops is None else f", {flops / 1e9:,.4g} GFLOP a training sequence"
+  cost = (
+    "" if flops is None else f", {terminal.format_number(flops / 1e9)} GFLOP a training sequence"
+  )
   start = f"from {restored_from}" if restored_from else "from scratch"
   rows = [
     ("model", f"{type(model).__name__}, {describe_parameters(model, params)}{cost}"),

@@ -1,18 +1,40 @@
-"""A writer for the experiment tracker Weights & Biases, in addition to TensorBoard.
+"""Writers for the experiment trackers Weights & Biases and MLflow, in addition to TensorBoard.
 
-`trainer.Trainer.extra_writers = [@trackers.WandbWriter]` enables it. The package is not a dependency. A run that is
+`trainer.Trainer.extra_writers = [@trackers.WandbWriter]` enables one. The packages are not dependencies. A run that is
 restarted in its MODEL_DIR continues the same run of the tracker.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rosetta_t5.checkpoints import checkpoint_folders
 
-class WandbWriter:
+
+class _Tracker:
+  """The methods of clu's MetricWriter, which do nothing; the run of a tracker ends with the process."""
+
+  def __getattr__(self, name: str) -> Callable[..., None]:
+    if name not in ("flush", "close") and not name.startswith("write_"):
+      raise AttributeError(name)
+    return lambda *args, **kwargs: None
+
+
+def _import(package: str, writer: str) -> Any:
+  try:
+    return importlib.import_module(package)
+  except ImportError as error:
+    raise ValueError(
+      f"trackers.{writer} needs the package {package}, which cannot be imported ({error}): "
+      f"pip install {package}, or remove it from trainer.Trainer.extra_writers"
+    ) from error
+
+
+class WandbWriter(_Tracker):
   """Writes to Weights & Biases; all writers of a process share one run.
 
   Attributes:
@@ -32,13 +54,7 @@ class WandbWriter:
       ValueError: the package wandb is not installed.
     """
     self._name = name
-    try:
-      import wandb
-    except ImportError as error:
-      raise ValueError(
-        f"trackers.WandbWriter needs the package wandb, which cannot be imported ({error}): "
-        "pip install wandb, or remove it from trainer.Trainer.extra_writers"
-      ) from error
+    wandb = _import("wandb", "WandbWriter")
     if wandb.run is None:
       folder = os.path.abspath(model_dir)
       # The folder determines the id, so that a restart finds its run.
@@ -57,8 +73,61 @@ class WandbWriter:
     """Stores texts, such as the configuration, in the run's settings."""
     self.run.config.update(dict(texts), allow_val_change=True)
 
-  def __getattr__(self, name: str) -> Callable[..., None]:
-    """Returns a method of clu's MetricWriter that does nothing; the run of W&B ends with the process."""
-    if name not in ("flush", "close") and not name.startswith("write_"):
-      raise AttributeError(name)
-    return lambda *args, **kwargs: None
+
+class MlflowWriter(_Tracker):
+  """Writes to MLflow; all writers of a process share one run.
+
+  MLFLOW_TRACKING_URI names the server or the database, as in all programs that use MLflow.
+
+  Attributes:
+    run_id: the id of the MLflow run.
+  """
+
+  def __init__(
+    self, name: str, model_dir: str, experiment: str | None = None, log_checkpoint: bool = False
+  ):
+    """Joins the tracker's run of this process, or starts or continues the run of `model_dir`.
+
+    Args:
+      name: the prefix of the metrics' names ("train", "training_eval/TASK").
+      model_dir: the folder of the run's files; it also identifies the run.
+      experiment: the MLflow experiment; None for MLFLOW_EXPERIMENT_NAME or MLflow's default.
+      log_checkpoint: whether the last checkpoint is stored as an artifact when training ends.
+
+    Raises:
+      ValueError: the package mlflow is not installed.
+    """
+    mlflow = _import("mlflow", "MlflowWriter")
+    self._client, self._name = mlflow.MlflowClient(), name
+    self._folder, self._log_checkpoint = os.path.abspath(model_dir), log_checkpoint
+    if experiment is not None:
+      mlflow.set_experiment(experiment)
+    # Whoever comes first creates the run; the other writers, and later starts, find it by its folder.
+    wanted = f"tags.model_dir = '{self._folder}'"
+    found = mlflow.search_runs(filter_string=wanted, output_format="list")
+    if found:
+      self.run_id = found[0].info.run_id
+      self._client.update_run(self.run_id, status="RUNNING")
+    else:
+      run_name, tags = os.path.basename(self._folder), {"model_dir": self._folder}
+      with mlflow.start_run(run_name=run_name, tags=tags) as run:
+        self.run_id = run.info.run_id
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes numbers as NAME/METRIC."""
+    for key, value in scalars.items():
+      self._client.log_metric(self.run_id, f"{self._name}/{key}", float(value), step=int(step))
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Stores texts, such as the configuration, as artifacts."""
+    for key, text in texts.items():
+      self._client.log_text(self.run_id, text, f"{key}.txt")
+
+  def close(self) -> None:
+    """Ends the run with training, and stores its last checkpoint if that was asked for."""
+    if self._name == "train":
+      step = checkpoint_folders.latest_step(self._folder) if self._log_checkpoint else None
+      if step is not None:
+        path = checkpoint_folders.checkpoint_path(self._folder, step)
+        self._client.log_artifacts(self.run_id, os.fspath(path), path.name)
+      self._client.set_terminated(self.run_id)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from rosetta_t5 import terminal
 from rosetta_t5.plan import memory
 from rosetta_t5.plan.workload import state_shapes
 from t5x import adafactor, checkpoints, models, partitioning
@@ -176,7 +177,7 @@ def test_sharded_arrays_are_counted_per_device():
   ("number", "text"), [(3.1e12, "3.1 TB"), (11.44e9, "11.4 GB"), (310e6, "310 MB"), (2e4, "20 kB")]
 )
 def test_sizes_are_written_with_units(number, text):
-  assert memory.size_text(number) == text
+  assert terminal.size_text(number) == text
 
 
 def test_an_unknown_task_is_reported(check):

@@ -36,7 +36,7 @@ def test_a_plan_has_memory_time_and_traffic(capsys):
   assert status == 0
   assert "mesh           data 16 × model 1 on 16 devices" in output
   assert re.search(r"memory +\S+ [MG]B of 80 GB on each H100 80 GB: fits", output)
-  assert re.search(r"step +\S+ s: \S+ s at an MFU of 0.5, \S+ s waiting for links", output)
+  assert re.search(r"step +\S+ m?s: \S+ m?s at an MFU of 0.5, \S+ m?s waiting for links", output)
   assert re.search(
     r"sends +\S+ MB  all-reduce of gradients over data, by the network: \S+ ms", output
   )

@@ -12,7 +12,8 @@ import pytest
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import Plan
-from rosetta_t5.plan.memory import StateMemory, size_text
+from rosetta_t5.plan.memory import StateMemory
+from rosetta_t5.terminal import size_text
 
 EXAMPLES = pathlib.Path("gin/examples")
 # They restore a checkpoint and train nothing.

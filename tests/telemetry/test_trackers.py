@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -52,6 +53,34 @@ def test_missing_package_is_reported_before_training(tmp_path, monkeypatch):
   expected = "WandbWriter needs the package wandb.*pip install wandb, or remove it"
   with pytest.raises(ValueError, match=expected):
     MetricsManager("train", tmp_path, [trackers.WandbWriter])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its database library
+def test_mlflow_writers_share_one_run_that_a_restart_continues(tmp_path, monkeypatch):
+  mlflow = pytest.importorskip("mlflow")
+  monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+  monkeypatch.chdir(tmp_path)
+  folder = tmp_path / "run"
+  (folder / "checkpoint_20").mkdir(parents=True)
+  (folder / "checkpoint_20" / "array").write_bytes(b"1234")
+  for step in (10, 20):
+    train = trackers.MlflowWriter("train", str(folder), "tests", log_checkpoint=True)
+    evaluation = trackers.MlflowWriter("training_eval/pile", str(folder), "tests")
+    train.write_scalars(step, {"loss": 100.0 / step})
+    evaluation.write_scalars(step, {"loss": 3.0})
+    train.write_texts(0, {"config": "a = 1"})
+    evaluation.close()
+    train.close()
+  (run,) = mlflow.search_runs(experiment_names=["tests"], output_format="list")
+  assert run.info.status == "FINISHED"
+  assert run.data.metrics == {"train/loss": 5.0, "training_eval/pile/loss": 3.0}
+  client = mlflow.MlflowClient()
+  history = client.get_metric_history(run.info.run_id, "train/loss")
+  assert [(each.step, each.value) for each in history] == [(10, 10.0), (20, 5.0)]
+  stored = [file.path for file in client.list_artifacts(run.info.run_id)]
+  assert stored == ["checkpoint_20", "config.txt"]
+  array = client.download_artifacts(run.info.run_id, "checkpoint_20/array", str(tmp_path))
+  assert pathlib.Path(array).read_bytes() == b"1234"
 
 
 @pytest.mark.slow

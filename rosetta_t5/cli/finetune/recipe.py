@@ -13,6 +13,7 @@ from typing import Any
 from rosetta_t5.cli.finetune import choices
 from rosetta_t5.cli.finetune.choices import Choice, Code
 from rosetta_t5.cli.finetune.methods import candidates, method_lines
+from rosetta_t5.terminal import size_text
 from rosetta_t5.user_errors import ConfigError
 
 SEED = "train/utils.DatasetConfig.seed"
@@ -172,7 +173,7 @@ def _fitting_choices(plan: Any, device: str, must_fit: bool) -> list[Choice]:
   from rosetta_t5.out_of_memory import device_memory
   from rosetta_t5.parallel.data_layout import check_batch_size
   from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches
-  from rosetta_t5.plan.memory import StateMemory, size_text
+  from rosetta_t5.plan.memory import StateMemory
 
   check_batch_size(plan.dataset_cfg.batch_size, plan.mesh)
   work, available = plan.work, device_memory()
