@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from rosetta_t5.checkpoints import checkpoint_folders
 
 
 class _Tracker:
@@ -126,8 +125,7 @@ class MlflowWriter(_Tracker):
   def close(self) -> None:
     """Ends the run with training, and stores its last checkpoint if that was asked for."""
     if self._name == "train":
-      step = checkpoint_folders.latest_step(self._folder) if self._log_checkpoint else None
-      if step is not None:
-        path = checkpoint_folders.checkpoint_path(self._folder, step)
+      saved = pathlib.Path(self._folder).glob("checkpoint_*") if self._log_checkpoint else ()
+      for path in sorted(saved, key=lambda path: int(path.name.rpartition("_")[2]))[-1:]:
         self._client.log_artifacts(self.run_id, os.fspath(path), path.name)
       self._client.set_terminated(self.run_id)
