@@ -20,12 +20,16 @@ from rosetta_t5.parallel.placement import constrain
 class LayerNorm(nn.Module):
   """T5's norm: division by the root mean square, no mean, no bias; statistics in float32.
 
+  With `subtract_mean` it is GPT's (Ba et al., 2016).
+
   Attributes:
-    epsilon: added to the mean square.
+    epsilon: added to the mean square, which is the variance if the mean is subtracted.
     dtype: the type of the result.
     scale_init: initializer of the scale.
     plus_one: whether 1 is added to the scale, which is applied in float32 (Gemma).
-    axis: the logical axis of the scale.
+    axis: the logical axis of scale and bias.
+    subtract_mean: whether the mean is subtracted first, and scale and bias are applied in float32.
+    use_bias: whether there is a bias, initially zero.
   """
 
   epsilon: float = 1e-6
@@ -33,68 +37,44 @@ class LayerNorm(nn.Module):
   scale_init: Initializer = nn.initializers.ones
   plus_one: bool = False
   axis: str = "embed"
+  subtract_mean: bool = False
+  use_bias: bool = False
 
   @nn.compact
   def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Returns the normalized, scaled input."""
-    size = (x.shape[-1],)
-    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=(self.axis,))
+    """Returns the normalized, scaled and, if there is a bias, shifted input."""
+    size, axes, bias_D = (x.shape[-1],), (self.axis,), None
+    scale_D = param_with_axes("scale", self.scale_init, size, jnp.float32, axes=axes)
+    if self.use_bias:
+      bias_D = param_with_axes("bias", nn.initializers.zeros, size, jnp.float32, axes=axes)
     normalize: Callable[..., jax.Array] = self._normalize
-    if computes_on_gpu(self):
+    if computes_on_gpu(self) and not self.subtract_mean:
       # Without a saved statistic, XLA normalizes in one kernel, which reads its input once. The scale
       # is gathered before, not again in the backward pass.
       scale_D = constrain(scale_D, (None,))
       normalize = jax.checkpoint(normalize)
-    return normalize(x, scale_D)
+    return normalize(x, scale_D, bias_D)
 
-  def _normalize(self, x: jax.Array, scale_D: jax.Array) -> jax.Array:
-    x_BTD = x.astype(jnp.float32)
+  def _normalize(self, x: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None) -> jax.Array:
+    x_BTD, leading = x.astype(jnp.float32), (1,) * (x.ndim - 1)
+    if self.subtract_mean:
+      x_BTD = x_BTD - jnp.mean(x_BTD, axis=-1, keepdims=True)
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     normed_BTD = x_BTD * jax.lax.rsqrt(mean_square + self.epsilon)
-    scale_11D = scale_D.reshape((1,) * (x_BTD.ndim - 1) + (-1,))
-    if self.plus_one:
-      return (normed_BTD * (1.0 + scale_11D)).astype(self.dtype)
-    return normed_BTD.astype(self.dtype) * scale_11D.astype(self.dtype)
-
-
-class StandardLayerNorm(nn.Module):
-  """GPT's norm (Ba et al., 2016): it subtracts the mean and adds a bias; statistics in float32.
-
-  Attributes:
-    epsilon: added to the variance.
-    dtype: the type of the result.
-    use_bias: whether there is a bias.
-    axis: the logical axis of scale and bias.
-  """
-
-  epsilon: float = 1e-5
-  dtype: Any = jnp.float32
-  use_bias: bool = True
-  axis: str = "embed"
-
-  @nn.compact
-  def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """Returns the normalized, scaled and shifted input."""
-    leading = (1,) * (x.ndim - 1)
-
-    def parameter(name: str, init: Initializer) -> jax.Array:
-      value_D = param_with_axes(name, init, x.shape[-1:], jnp.float32, axes=(self.axis,))
-      return value_D.reshape(*leading, -1)
-
-    scale = parameter("scale", nn.initializers.ones)
-    bias = parameter("bias", nn.initializers.zeros) if self.use_bias else None
-    x_BTD = x.astype(jnp.float32)
-    x_BTD = x_BTD - jnp.mean(x_BTD, axis=-1, keepdims=True)
-    variance = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
-    scaled_BTD = x_BTD * jax.lax.rsqrt(variance + self.epsilon) * scale
-    return (scaled_BTD if bias is None else scaled_BTD + bias).astype(self.dtype)
+    scale_11D = scale_D.reshape(*leading, -1)
+    if not (self.plus_one or self.subtract_mean):
+      return normed_BTD.astype(self.dtype) * scale_11D.astype(self.dtype)
+    scaled_BTD = normed_BTD * (1.0 + scale_11D if self.plus_one else scale_11D)
+    if bias_D is not None:
+      scaled_BTD += bias_D.reshape(*leading, -1)
+    return scaled_BTD.astype(self.dtype)
 
 
 NORMS: dict[str, Callable[..., nn.Module]] = {
   "rms": LayerNorm,
   "rms_plus_one": functools.partial(LayerNorm, scale_init=nn.initializers.zeros, plus_one=True),
-  "layer": StandardLayerNorm,
-  "layer_without_bias": functools.partial(StandardLayerNorm, use_bias=False),
+  "layer": functools.partial(LayerNorm, subtract_mean=True, use_bias=True),
+  "layer_without_bias": functools.partial(LayerNorm, subtract_mean=True),
 }
 
 
