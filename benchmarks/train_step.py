@@ -14,7 +14,7 @@ from rosetta_t5.cli import bench
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
 from rosetta_t5.plan.memory import step_memory
-from rosetta_t5.plan.workload import batch_workload
+from rosetta_t5.plan.workload import traced_activations, workload_of
 from rosetta_t5.telemetry.gpus import gpu_of
 
 # What is counted in the compiled program → how the compiler writes it.
@@ -30,9 +30,14 @@ HLO_MARKS = {
 def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[str, Any]:
   """Returns counts of operations, temporaries beside the planned ones in GB, and the least time in ms if known."""
   mesh = dict(program.partitioner.mesh.shape)
-  shapes = {name: array.shape for name, array in program.batch.items()}
+  features = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
+  arrays = {side: program.batch[name] for side, name in features.items() if name in program.batch}
+  lengths = {side: array.shape[1] for side, array in arrays.items()}
   state = jax.eval_shape(lambda: program.state)
-  work = batch_workload(program.model, program.partitioner, shapes, mesh, microbatches, state)
+  activations = traced_activations(program.model, program.partitioner, state, lengths)
+  batch_size = arrays["decoder"].shape[0]
+  inputs = (program.model, program.partitioner, lengths, batch_size, mesh, activations)
+  work = workload_of(*inputs).replace(microbatches=microbatches or 1)
   planned = step_memory(state, program.partitioner.get_mesh_axes(program.state), work)
   least, gpu = None, gpu_of(jax.devices()[0].device_kind)
   if gpu:  # Each kernel reaches the rates of the data sheet.

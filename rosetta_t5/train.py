@@ -15,11 +15,10 @@ from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, S
 from rosetta_t5.distributed.coordination import CHANGES_NUMBERS
 from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.models import BaseModel
-from rosetta_t5.networks.kernel_measurement import fp8_notes, with_measured_kernel
+from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.plan.workload import pipeline_notes
 from rosetta_t5.telemetry import console
 from rosetta_t5.telemetry.run_metrics import RunMetrics
 from rosetta_t5.traced.program import flops_of_training
@@ -205,7 +204,7 @@ def train(
     restored_from=manager.restored_from if manager is not None else None,
     examples=describe_examples(total_steps - first_step),
     computation=computation,
-    notes=_header_notes(model, model_dir, feed.element_spec, trainer, partitioner),
+    notes=_header_notes(model, model_dir, trainer),
   )
   terminal.print_line(description)
 
@@ -250,12 +249,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   config.run_from_command_line(train, argv, describe_run)
 
 
-def _header_notes(
-  model: Any, model_dir: str, batch: Any, trainer: Any, partitioner: Any
-) -> list[str]:
+def _header_notes(model: Any, model_dir: str, trainer: Any) -> list[str]:
   notes = [f"changed since the last run: {line}" for line in config.changes_since(model_dir)]
   changing = filter(os.environ.get, CHANGES_NUMBERS)
   notes += [f"{name}={os.environ[name]} may change the numbers of the run" for name in changing]
-  notes += microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)
-  notes += fp8_notes(model, batch, partitioner.mesh.shape)
-  return notes + pipeline_notes(model, partitioner, batch, trainer.num_microbatches)
+  return notes + microbatch_warning(model.loss_normalizing_factor, trainer.num_microbatches)

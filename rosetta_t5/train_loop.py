@@ -291,9 +291,6 @@ class TrainLoop:
     terminal.print_line(
       f"restored  {problem}: it continues with the parameters of step {good[-1]} and the next data"
     )
-    console.log_event(
-      self.model_dir, "restored", step=self._step, checkpoint=good[-1], skipped=skipped
-    )
 
   def _draw_batches(self) -> Iterator[Any]:
     """Yields batches, and counts them as steps, until the run is interrupted."""

@@ -21,7 +21,6 @@ from rosetta_t5.gpu_program import compiler
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.kernels import KINDS
 from rosetta_t5.gpu_program.roofline import Timeline, add_up, time_program
-from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.kernel_measurement import KernelChoice
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
@@ -33,6 +32,7 @@ from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
 from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import positive_integer, size_text
+from rosetta_t5.traced.program import with_config
 from rosetta_t5.training.trainer import trainer_to_compile
 from rosetta_t5.user_errors import ConfigError
 
@@ -256,7 +256,7 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   if step == "train" and setting_of(model.network_config, "attention_kernel") == "auto":
     name = fastest_kernel(model, plan.lengths, cfg, plan.mesh, gpu) or "xla"
     kernel = KernelChoice(name, "auto, as `plan` expects; a run measures")
-    model = replace_config(model, attention_kernel=name)
+    model = with_config(model, attention_kernel=name)
   computation = describe_computation(model, fp8, kernel) or ""
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation

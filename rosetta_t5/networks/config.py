@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -200,59 +199,50 @@ class NetworkConfig(ExpertSettings):
 
   def _contradiction(self) -> str | None:
     """Returns the rest of an error message, which begins with a field's name; None if the settings are valid."""
-    heads, groups, window = self.num_heads, self.kv_heads, self.window
-    if jnp.dtype(self.dtype) == jnp.float16:
-      return "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'"
-    if self.router != "switch" and self.num_experts == 1:
-      return f"router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = 'switch'"
-    if self.layers_of("encoder") == 0 and self.router == "expert_choice":
-      return (
-        "router must be 'switch' or 'top_2' in a decoder, got 'expert_choice': the experts of a token would "
-        "depend on later tokens, which do not exist when the model decodes"
-      )
-    if heads % groups != 0:
-      return (
-        f"num_kv_heads = {groups} must divide num_heads = {heads}, since each key head is shared by a "
-        "group of query heads: set a divisor, or None"
-      )
-    if self.positions == "rotary" and self.head_dim % 2 == 1:
-      return (
-        f"head_dim must be even for positions = 'rotary', which rotates pairs of features, got "
-        f"{self.head_dim}: set an even number, or positions = 'learned'"
-      )
-    if self.scale_attn_logits and (self.scale_queries or self.query_scale is not None):
-      return "scale_queries (or query_scale) and scale_attn_logits would both divide by √head_dim: set one"
-    if (window is not None) != ("local" in self.layer_pattern):
-      return (
-        f"window = {window} and layer_pattern = {tuple(self.layer_pattern)} contradict each other: local "
-        "layers need a window, and a window local layers, such as layer_pattern = ('global', 'local')"
-      )
-    if self.local_rope_theta is not None and (window is None or self.positions != "rotary"):
-      theta = self.local_rope_theta
-      return (
-        f"local_rope_theta = {theta} needs positions = 'rotary' and local layers: set it to None"
-      )
-    if (size := self.global_block_size) is not None and (
-      self.layers_of("encoder") == 0 or self.positions != "relative" or self.bias_per_layer
-    ):
-      return (
-        f"global_block_size = {size} needs an encoder with positions = 'relative' and bias_per_layer = "
-        "False: set it to None"
-      )
-    if self.merged_attention and self.positions == "relative":
-      return (
-        "merged_attention = True has no relative bias to encoded inputs: set positions = 'rotary'"
-      )
-    if self.parallel_blocks and (self.post_norms or self.layers_of("encoder") > 0):
-      return (
-        "parallel_blocks = True needs a decoder-only network without post_norms: set it to False"
-      )
-    if self.param_scan_axis not in (0, 1):
-      return (
-        f"param_scan_axis must be 0 or 1, got {self.param_scan_axis!r}: the scale of a norm has one "
-        "dimension, so layers can be stacked before or after it"
-      )
-    return None
+    heads, groups, window, size = self.num_heads, self.kv_heads, self.window, self.global_block_size
+    pattern, is_relative = tuple(self.layer_pattern), self.positions == "relative"
+    has_encoder = self.layers_of("encoder") > 0
+    contradictions = {
+      "dtype = 'float16' overflows in T5's feed-forward layers: use 'bfloat16', or 'float32'": (
+        jnp.dtype(self.dtype) == jnp.float16
+      ),
+      f"router = {self.router!r} needs at least 2 experts, got num_experts = 1: set router = 'switch'": (
+        self.router != "switch" and self.num_experts == 1
+      ),
+      "router must be 'switch' or 'top_2' in a decoder, got 'expert_choice': the experts of a token would "
+      "depend on later tokens, which do not exist when the model decodes": (
+        self.router == "expert_choice" and not has_encoder
+      ),
+      f"num_kv_heads = {groups} must divide num_heads = {heads}, since each key head is shared by a "
+      "group of query heads: set a divisor, or None": heads % groups != 0,
+      "head_dim must be even for positions = 'rotary', which rotates pairs of features, got "
+      f"{self.head_dim}: set an even number, or positions = 'learned'": (
+        self.positions == "rotary" and self.head_dim % 2 == 1
+      ),
+      "scale_queries (or query_scale) and scale_attn_logits would both divide by √head_dim: set one": (
+        self.scale_attn_logits and (self.scale_queries or self.query_scale is not None)
+      ),
+      f"window = {window} and layer_pattern = {pattern} contradict each other: local layers need a window, "
+      "and a window local layers, such as layer_pattern = ('global', 'local')": (
+        (window is not None) != ("local" in pattern)
+      ),
+      f"local_rope_theta = {self.local_rope_theta} needs positions = 'rotary' and local layers: set it to None": (
+        self.local_rope_theta is not None and (window is None or self.positions != "rotary")
+      ),
+      f"global_block_size = {size} needs an encoder with positions = 'relative' and bias_per_layer = False: "
+      "set it to None": (
+        size is not None and not (has_encoder and is_relative and not self.bias_per_layer)
+      ),
+      "merged_attention = True has no relative bias to encoded inputs: set positions = 'rotary'": (
+        self.merged_attention and is_relative
+      ),
+      "parallel_blocks = True needs a decoder-only network without post_norms: set it to False": (
+        self.parallel_blocks and (self.post_norms or has_encoder)
+      ),
+      f"param_scan_axis must be 0 or 1, got {self.param_scan_axis!r}: the scale of a norm has one dimension, so "
+      "layers can be stacked before or after it": self.param_scan_axis not in (0, 1),
+    }
+    return next((text for text, is_wrong in contradictions.items() if is_wrong), None)
 
   @property
   def name(self) -> str:
@@ -365,10 +355,3 @@ class TransformerConfig(NetworkConfig):
   def layers_of(self, side: str) -> int:
     """Returns the number of layers of the stack `side`; the encoder has none."""
     return self.num_layers if side == "decoder" else 0
-
-
-def replace_config(model: Any, **changes: Any) -> Any:
-  """Returns a copy of a model with these changes in the config of its module."""
-  changed = copy.copy(model)
-  changed.module = model.module.clone(config=dataclasses.replace(model.network_config, **changes))
-  return changed

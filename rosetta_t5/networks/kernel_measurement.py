@@ -30,13 +30,11 @@ import rosetta_t5
 from rosetta_t5.distributed.coordination import broadcast_text
 from rosetta_t5.files import write_atomically
 from rosetta_t5.kernels.attention import KERNELS, AttentionCase, Operands, Visibility
-from rosetta_t5.kernels.fp8 import fp8_matmul
-from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.layer_kinds import layer_kinds
-from rosetta_t5.networks.layers.matmuls import product
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, MODEL_AXIS, count_batch_shards
 from rosetta_t5.parallel.placement import target_device
+from rosetta_t5.traced.program import with_config
 
 # More examples do not change which kernel is fastest, and XLA's attention needs memory for each.
 _LARGEST_BATCH = 32
@@ -47,7 +45,6 @@ _TIMEOUT_S = 600.0
 _FAILED = "failed"
 
 Attention = Callable[..., jax.Array]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class KernelChoice(NamedTuple):
@@ -90,7 +87,7 @@ def with_measured_kernel(
     names = usable_kernels(cases, target_device())
     text = json.dumps(_stored_or(functools.partial(choose_fastest, cases, names), cases, names))
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
-  return replace_config(model, attention_kernel=choice.name), choice
+  return with_config(model, attention_kernel=choice.name), choice
 
 
 def attention_cases(
@@ -153,11 +150,6 @@ def usable_kernels(cases: Sequence[AttentionCase], device: Any) -> list[str]:
     for name, kernel in KERNELS.items()
     if not any(kernel.refuses(case, device) for case in cases)
   ]
-
-
-def case_program(case: AttentionCase, name: str) -> tuple[Callable[..., Any], Any]:
-  """Returns one of our kernels, forward and backward, as a function, and the shapes of its inputs."""
-  return _forward_and_backward(_kernel(name, case)), jax.eval_shape(lambda: _example(case))
 
 
 def choose_fastest(
@@ -224,52 +216,6 @@ def _relative_difference(found: jax.Array, exact: jax.Array) -> float:
   a, b = np.asarray(found, np.float32), np.asarray(exact, np.float32)
   difference = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-30))
   return difference if np.isfinite(difference) else np.inf
-
-
-def fp8_notes(model: Any, batch: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-  """Returns a note for a run's header if matmuls in fp8 are slower than in the network's dtype.
-
-  Measured on a GPU only, with XLA's own fp8 and the matmul of a feed-forward block.
-
-  Args:
-    model: the model.
-    batch: the shape and type of each feature of the global batch.
-    mesh: the size of each mesh axis.
-  """
-  config = model.network_config
-  if setting_of(config, "matmul") is None or jax.default_backend() != "gpu":
-    return []
-  rows = batch["decoder_target_tokens"].size // count_batch_shards(mesh)
-  units = config.mlp_dim // mesh.get(MODEL_AXIS, 1)
-  ratio = compare_matmuls(fp8_matmul, rows, config.emb_dim, units, config.dtype)
-  if ratio <= 1:
-    return []
-  return [
-    f"matmuls in fp8 take {ratio:.2f} times as long as in {jnp.dtype(config.dtype).name} on this GPU: "
-    "set te_helper.TransformerEngineConfig.enabled = 0"
-  ]
-
-
-def compare_matmuls(
-  multiply: Product, rows: int, inputs: int, outputs: int, dtype: Any, seconds: float = 0.3
-) -> float:
-  """Returns how many times as long a matmul takes as the normal one, forward and backward.
-
-  Args:
-    multiply: the matmul, (x [rows, inputs], w [inputs, outputs]) → y.
-    rows: the number of rows.
-    inputs: the size of the contracted dimension.
-    outputs: the number of columns.
-    dtype: the type of the operands.
-    seconds: how long each of the two is repeated.
-  """
-  x_NI, w_IO = jnp.ones((rows, inputs), dtype), jnp.ones((inputs, outputs), dtype)
-
-  def run(multiply: Product) -> Callable[..., Any]:
-    return jax.jit(jax.grad(lambda x, w: jnp.sum(multiply(x, w) ** 2), argnums=(0, 1)))
-
-  times = [_time(run(way), (x_NI, w_IO), seconds) for way in (multiply, product)]
-  return times[0] / times[1]
 
 
 def _time(run: Callable[..., Any], inputs: Sequence[Any], seconds: float) -> float:

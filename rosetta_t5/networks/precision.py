@@ -18,12 +18,12 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.kernels.fp8 import fp8_matmul
-from rosetta_t5.networks.config import replace_config
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.kernel_measurement import KernelChoice, kernel_of
 from rosetta_t5.networks.layers.matmuls import Axes, Matmul
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.placement import dividing_axes
+from rosetta_t5.traced.program import with_config
 
 # Ada, Hopper and later have fp8 tensor cores.
 _FIRST_CAPABILITY = 8.9
@@ -146,7 +146,7 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
       "te_helper.TransformerEngineConfig.backend = 'te' does not compute the experts of "
       f"{type(config).__name__}.num_experts = {config.num_experts}: set backend = 'native'"
     )
-  return replace_config(model, matmul=choice.matmul)
+  return with_config(model, matmul=choice.matmul)
 
 
 def _missing_hardware_support(device: Any) -> str | None:

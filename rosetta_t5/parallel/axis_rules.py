@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax.linen import partitioning as flax_partitioning
@@ -25,7 +25,6 @@ from rosetta_t5.parallel.mesh import (
   axis_names,
 )
 
-_Result = TypeVar("_Result")
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from flax.linen import partitioning as flax_partitioning
 
+from rosetta_t5.networks.layers.stack import REMAT_POLICIES
 from rosetta_t5.parallel.mesh import BATCH_AXES, axis_names
 from rosetta_t5.traced.program import STORED, Segment, Value
 
@@ -35,11 +36,6 @@ _PRODUCTS = ("mul", "div", "dot_general", "select_n")
 KEEP_NOTHING = ("full", "nothing_saveable")
 RECOMPUTED = "recomputed"
 KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
-_POLICIES = {
-  "none": jax.checkpoint_policies.everything_saveable,
-  "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class Activations:
@@ -94,7 +90,7 @@ class Activations:
 
   def _kept_by_policy(self, number: int, policy: str, is_fused: bool) -> Iterator[Value]:
     """Yields what a rematerialized layer keeps: its inputs, and the results of matmuls that the policy saves."""
-    saves: Any = _POLICIES.get(policy) or getattr(jax.checkpoint_policies, policy)
+    saves: Any = REMAT_POLICIES.get(policy) or getattr(jax.checkpoint_policies, policy)
     stack = [x for value in self.segments[number].values for x in needed_operands(value)]
     seen = set()
     while stack:

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from rosetta_t5.networks.expert_settings import has_experts
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.networks.other_networks import setting_of
@@ -26,9 +28,8 @@ from rosetta_t5.parallel.mesh import (
 from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.estimate import Estimate, estimate_step
 from rosetta_t5.plan.memory import StateMemory
-from rosetta_t5.plan.workload import Workload, fastest_kernel, is_bfloat16, workload_of
+from rosetta_t5.plan.workload import Workload, fastest_kernel, workload_of
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE
-from rosetta_t5.terminal import size_text
 
 # The axes that split parameters, as a user names them.
 _SHARDING_AXES = (PIPELINE_AXIS, FSDP_AXIS, CONTEXT_AXIS, "tensor")
@@ -117,7 +118,8 @@ def _configurations_by_mesh(
   if has_experts(config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
   specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
-  can_use_fp8 = gpu.fp8 is not None and hasattr(config, "matmul") and is_bfloat16(config)
+  is_bfloat16 = jnp.dtype(setting_of(config, "dtype")) == jnp.bfloat16
+  can_use_fp8 = gpu.fp8 is not None and hasattr(config, "matmul") and is_bfloat16
   precisions = {False, can_use_fp8} if any_precision else {plan.fp8}
   for mesh in _possible_meshes(config, plan.devices[0], plan.lengths):
     sizes = partitioner.with_mesh(mesh).mesh_config.axis_sizes(plan.devices[0])
@@ -192,50 +194,10 @@ USABLE = 0.9
 POLICIES = ("none", "minimal", "full")
 
 
-def changes_that_fit(state: Any, specs: Any, work: Workload) -> list[str]:
-  """Returns alternative changes with which a step fits, one per line.
-
-  The list is empty if the step fits already, or if its network is unknown.
-  """
-  memory = StateMemory.of(state, specs, work)
-  now, limit = memory.step(work), USABLE * GPU.memory
-  if "activations" not in now or _total(now) <= limit:
-    return []
-  is_known = hasattr(work.config, "remat_policy") and work.policy in POLICIES
-  policies = POLICIES[POLICIES.index(work.policy) :] if is_known else (work.policy,)
-  lines: list[str] = []
-  fewest = int(work.examples) + 1
-  for policy in policies:
-    option = fewest_microbatches(work.replace(remat_policy=policy), memory, limit)
-    # A policy that costs more must need fewer microbatches.
-    if option is not None and option.microbatches < fewest:
-      lines.append(f"{changes_text(work, option)}: about {size_text(_total(memory.step(option)))}")
-      fewest = option.microbatches
-  if lines:
-    return lines
-  numbers = list(possible_microbatches(work))
-  options = [work.replace(microbatches=n, remat_policy=p) for p in policies for n in numbers]
-  return [_sharding_advice(min(map(memory.step, [work, *options]), key=_total))]
-
-
 def fewest_microbatches(work: Workload, memory: StateMemory, limit: float) -> Workload | None:
   """Returns the step in as few microbatches as fit into `limit` bytes; None if it does not fit."""
   options = (work.replace(microbatches=number) for number in possible_microbatches(work))
-  return next((option for option in options if _total(memory.step(option)) <= limit), None)
-
-
-def _total(parts: Mapping[str, float]) -> float:
-  return sum(parts.values())
-
-
-def changes_text(work: Workload, option: Workload) -> str:
-  """Returns the gin bindings that turn a workload into another one."""
-  changes = []
-  if option.microbatches != work.microbatches:
-    changes.append(f"trainer.Trainer.num_microbatches = {option.microbatches}")
-  if option.policy != work.policy:
-    changes.append(f"network.{type(work.config).__name__}.remat_policy = {option.policy!r}")
-  return " and ".join(changes)
+  return next((each for each in options if sum(memory.step(each).values()) <= limit), None)
 
 
 def possible_microbatches(work: Workload) -> Iterator[int]:
@@ -254,12 +216,3 @@ def _has_schedule(work: Workload) -> bool:
     return work.schedule.stages > 0
   except ValueError:
     return False
-
-
-def _sharding_advice(least: Mapping[str, float]) -> str:
-  state = {name: least[name] for name in ("params", "optimizer", "gradients") if name in least}
-  return (
-    f"microbatches and rematerialization do not suffice: {size_text(_total(state))} are "
-    f"{', '.join(state)}. Shard them over devices: "
-    'partitioning.PjitPartitioner.mesh = {"fsdp": …}, or num_partitions'
-  )

@@ -19,7 +19,7 @@ from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.plan.activations import Activations
-from rosetta_t5.plan.configurations import GPU, changes_that_fit
+from rosetta_t5.plan.configurations import GPU, USABLE
 from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
 from rosetta_t5.plan.memory import state_bytes, step_memory
@@ -263,18 +263,19 @@ def _step_rows(plan: Plan) -> Rows:
 
 
 def _memory_rows(plan: Plan) -> Rows:
-  """Returns FLOPs and memory, and what to set if a training step needs more memory than a GPU has."""
+  """Returns FLOPs and memory, and where to look if a training step needs more memory than a GPU has."""
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   if plan.is_training:
     parts = step_memory(plan.state, plan.specs, plan.work)
-    changes = changes_that_fit(plan.state, plan.specs, plan.work)
   else:
-    parts, changes = state_bytes(plan.state, plan.specs, plan.mesh), []
+    parts = state_bytes(plan.state, plan.specs, plan.mesh)
+  total = sum(parts.values())
   each = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-  memory = ("memory", f"about {size_text(sum(parts.values()))} per device: {each}")
-  flops = flops_rows(plan) if plan.is_training else []
-  return [*flops, memory, *labeled(f"for {size_text(GPU.memory)}", changes)]
+  lines = [f"about {size_text(total)} per device: {each}"]
+  if plan.is_training and total > USABLE * GPU.memory:
+    lines.append(f"too much for {size_text(GPU.memory)}: `rosetta-t5 plan` finds settings that fit")
+  return [*(flops_rows(plan) if plan.is_training else []), *labeled("memory", lines)]
 
 
 def flops_rows(plan: Plan) -> Rows:

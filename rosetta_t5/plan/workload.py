@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -178,50 +178,6 @@ def fastest_kernel(
   cases = attention_cases(model.network_config, batch, mesh, has_prefix)
   usable = usable_kernels(cases, AbstractDevice(gpu.kind, None, "gpu"))
   return next(name for name in ("cudnn", "flash", "xla") if name in usable)
-
-
-def is_bfloat16(config: Any) -> bool:
-  """Returns whether a network computes in bfloat16."""
-  return jnp.dtype(config.dtype) == jnp.bfloat16
-
-
-def batch_workload(
-  model: Any,
-  partitioner: Any,
-  shapes: Mapping[str, Sequence[int]],
-  mesh: Mapping[str, int],
-  microbatches: int | None = None,
-  state: Any = None,
-) -> Workload:
-  """Returns what a step on a batch of these shapes computes.
-
-  Args:
-    shapes: the shape [B, L] of each feature of the global batch.
-    state: the shapes of the train state, with which the loss is traced; None to leave out activations.
-  """
-  features = {"encoder": "encoder_input_tokens", "decoder": "decoder_target_tokens"}
-  lengths = {side: shapes[name][1] for side, name in features.items() if name in shapes}
-  batch_size = next(iter(shapes.values()))[0]
-  activations = state and traced_activations(model, partitioner, state, lengths)
-  work = workload_of(model, partitioner, lengths, batch_size, mesh, activations)
-  return work.replace(microbatches=microbatches or 1)
-
-
-def pipeline_notes(
-  model: Any, partitioner: Any, batch: Mapping[str, Any], microbatches: int
-) -> list[str]:
-  """Returns the schedule of a run's pipeline as a line of its header; [] if there is none.
-
-  Args:
-    batch: the shape and type of each feature of the global batch.
-    microbatches: the number of microbatches whose gradients are added up.
-  """
-  mesh = partitioner.mesh.shape
-  if mesh.get(PIPELINE_AXIS, 1) == 1 or not hasattr(model.network_config, "scan_layers"):
-    return []
-  shapes = {name: array.shape for name, array in batch.items()}
-  schedule = batch_workload(model, partitioner, shapes, mesh, microbatches).schedule
-  return [f"pipeline of {schedule}"]
 
 
 def input_lengths(model: Any, task_lengths: Mapping[str, int] | None) -> dict[str, int]:

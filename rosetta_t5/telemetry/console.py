@@ -288,7 +288,7 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> N
   """Appends a JSON object to MODEL_DIR/run-log.jsonl, on the first process only.
 
   Args:
-    event: `start`, `end` or `restored`.
+    event: `start` or `end`.
     **fields: numbers, texts, and lists and dictionaries of them.
   """
   if jax.process_index() != 0:

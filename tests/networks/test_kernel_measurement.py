@@ -20,12 +20,10 @@ from rosetta_t5.networks.config import T5Config
 from rosetta_t5.networks.kernel_measurement import (
   attention_cases,
   choose_fastest,
-  compare_matmuls,
   kernel_error,
   usable_kernels,
   with_measured_kernel,
 )
-from rosetta_t5.networks.layers.matmuls import product
 
 CASE = AttentionCase(32, 48, 2, 2, 16, "float32", has_bias=True, packed=True, batch=2)
 
@@ -161,14 +159,6 @@ def test_a_run_on_the_same_device_and_shapes_uses_the_stored_choice(model, tmp_p
     assert len(measured_for) == 2
   finally:
     jax.config.update("jax_compilation_cache_dir", before)
-
-
-def test_a_matmul_that_takes_several_times_as_long_is_found_to_be_slower():
-  def repeated(x, w):
-    return sum(product(x * n, w) for n in range(1, 9))
-
-  assert compare_matmuls(repeated, 256, 128, 256, jnp.float32, seconds=0.1) > 2
-  assert compare_matmuls(product, 256, 128, 256, jnp.float32, seconds=0.1) < 2
 
 
 def test_each_kind_of_layer_is_a_case_that_a_kernel_must_compute():

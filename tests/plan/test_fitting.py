@@ -1,9 +1,7 @@
-"""A check proposes changes for a step that does not fit into a GPU, and with each of them it fits."""
+"""The microbatches with which a step fits into a GPU."""
 
 from __future__ import annotations
 
-import dataclasses
-import re
 import types
 
 import jax
@@ -14,9 +12,8 @@ from planned_work import planned_work
 
 from rosetta_t5.networks.config import T5Config
 from rosetta_t5.parallel.placement import PipelineSettings
-from rosetta_t5.plan.configurations import changes_that_fit, possible_microbatches
-from rosetta_t5.plan.memory import step_memory
-from rosetta_t5.plan.workload import Workload
+from rosetta_t5.plan.configurations import POLICIES, fewest_microbatches, possible_microbatches
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.traced.program import parameters_read
 
 MESH = {"data": 8, "model": 1}
@@ -54,61 +51,33 @@ def state(parameters: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace
   return types.SimpleNamespace(params=params), types.SimpleNamespace(params=specs)
 
 
-def apply_line(line: str) -> Workload:
-  """Returns WORK with the changes that a line proposes."""
-  parts = re.search(r"num_microbatches = (\d+)", line)
-  policy = re.search(r"network.T5Config.remat_policy = '(\w+)'", line)
-  work = WORK.replace(microbatches=int(parts[1])) if parts else WORK
-  return work.replace(remat_policy=policy[1]) if policy else work
-
-
 def test_microbatches_leave_a_pipeline_the_examples_that_it_needs():
   pipeline = PipelineSettings(microbatches=4)
   work = WORK.replace(examples=8, mesh={"pipeline": 2, "data": 1}, pipeline=pipeline)
   assert list(possible_microbatches(work)) == [1, 2, 4]
 
 
-def test_each_proposed_change_fits_and_half_its_microbatches_do_not():
-  lines = changes_that_fit(*state(783_000_000), WORK)
-  assert len(lines) == 3
-  fewest = 256
-  for line in lines:
-    work = apply_line(line)
-    assert sum(step_memory(*state(783_000_000), work).values()) <= 72e9
-    assert work.microbatches < fewest, (
-      "rematerialization costs time, so it must need fewer microbatches"
-    )
-    fewest = work.microbatches
-    if work.microbatches > 1:
-      half = work.replace(microbatches=work.microbatches // 2)
-      assert sum(step_memory(*state(783_000_000), half).values()) > 72e9
+@pytest.mark.parametrize(("policy", "examples"), [("none", 256), ("full", 1024), ("none", 243)])
+def test_the_fewest_microbatches_fit_and_fewer_do_not(policy, examples):
+  work = WORK.replace(examples=examples, remat_policy=policy)
+  memory = StateMemory.of(*state(783_000_000), work)
+  fits = fewest_microbatches(work, memory, 72e9)
+  assert fits.microbatches > 1
+  assert examples % fits.microbatches == 0
+  assert sum(memory.step(fits).values()) <= 72e9
+  fewer = max(n for n in range(1, fits.microbatches) if examples % n == 0)
+  assert sum(memory.step(work.replace(microbatches=fewer)).values()) > 72e9
 
 
-def test_a_step_that_fits_gets_no_advice():
-  assert not changes_that_fit(*state(783_000_000), WORK.replace(examples=8))
+def test_rematerialization_needs_fewer_microbatches():
+  memory = StateMemory.of(*state(783_000_000), WORK)
+  options = [
+    fewest_microbatches(WORK.replace(remat_policy=policy), memory, 72e9) for policy in POLICIES
+  ]
+  numbers = [option.microbatches for option in options]
+  assert numbers == sorted(set(numbers), reverse=True)
 
 
-def test_a_state_that_is_too_large_must_be_sharded():
-  (line,) = changes_that_fit(*state(12_500_000_000), WORK)
-  assert line.startswith(
-    "microbatches and rematerialization do not suffice: 75 GB are params, gradients. Shard them"
-  )
-
-
-def test_a_configured_remat_policy_is_kept():
-  full = WORK.replace(config=dataclasses.replace(LARGE, remat_policy="full"))
-  (line,) = changes_that_fit(*state(783_000_000), full.replace(examples=1024))
-  assert re.fullmatch(r"trainer\.Trainer\.num_microbatches = \d+: about .* GB", line)
-
-
-def test_unknown_networks_get_no_advice():
-  unknown = WORK.replace(config=types.SimpleNamespace(), activations=None)
-  assert not changes_that_fit(*state(100_000_000_000), unknown)
-
-
-@pytest.mark.parametrize("examples", [125, 243, 250])
-def test_proposed_microbatches_divide_the_examples_of_a_device(examples):
-  lines = changes_that_fit(*state(783_000_000), WORK.replace(examples=examples))
-  found = [apply_line(line).microbatches for line in lines]
-  assert found[0] > 1
-  assert all(examples % parts == 0 for parts in found)
+def test_no_number_of_microbatches_makes_room_for_a_state_that_is_too_large():
+  memory = StateMemory.of(*state(12_500_000_000), WORK)
+  assert fewest_microbatches(WORK, memory, 72e9) is None

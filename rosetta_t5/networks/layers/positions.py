@@ -16,9 +16,6 @@ from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.networks.layers.embedding import default_embed_init
 
-# XLA counts the elements of a matmul's dimension with 32 bits.
-_MAX_PAIRS = 2**31 - 1
-
 
 def relative_position_bucket(
   relative_position: np.ndarray, bidirectional: bool, num_buckets: int, max_distance: int
@@ -125,7 +122,6 @@ def _bias(
   table_HN: jax.Array, dtype: Any, qlen: int, klen: int, bidirectional: bool, max_distance: int
 ) -> Float[Array, "1 H T S"]:
   """Returns each pair's column of the table (N buckets, R distances, P = T·S pairs)."""
-  _check_lengths(qlen, klen)
   heads, num_buckets = table_HN.shape
   distance_R = np.arange(1 - qlen, klen)
   bucket_R = relative_position_bucket(distance_R, bidirectional, num_buckets, max_distance)
@@ -137,15 +133,6 @@ def _bias(
   one_hot_NP = jax.nn.one_hot(bucket_TS.reshape(-1), num_buckets, dtype=dtype, axis=0)
   bias_HP = jnp.dot(jnp.asarray(table_HN, dtype), one_hot_NP)
   return bias_HP.reshape(1, heads, qlen, klen)
-
-
-def _check_lengths(qlen: int, klen: int) -> None:
-  if qlen * klen > _MAX_PAIRS:
-    raise ValueError(
-      f"the relative position bias of {qlen:,} queries and {klen:,} keys has {qlen * klen:,} pairs, "
-      f"but an array's dimension can have at most {_MAX_PAIRS:,} in XLA. Set TASK_FEATURE_LENGTHS to "
-      f"at most {math.isqrt(_MAX_PAIRS):,} tokens (memory runs out long before that)"
-    )
 
 
 class Rope(NamedTuple):
