@@ -23,12 +23,13 @@ import seqio
 from benchmarks.decode import random_params
 from rosetta_t5 import decoding
 from rosetta_t5.cli.bench import SIZES, model_config
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.inference.infer_fn import default_buckets
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.parallel.process_settings import keep_freed_memory
-from rosetta_t5.serving import Sampling, ServedModel
+from rosetta_t5.serving import ServedModel
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
 
@@ -58,7 +59,7 @@ async def serve(
   async def ask(prompt: list[int], limit: int) -> list[int]:
     async with gate:
       begun, tokens = time.perf_counter(), []
-      async for piece in model.generate(prompt, limit, Sampling()):
+      async for _, piece in model.generate([(prompt, SlotControls())], limit):
         if not tokens:
           firsts.append(time.perf_counter() - begun)
         tokens += [token.id for token in piece.tokens]
@@ -105,6 +106,7 @@ async def main() -> None:
   opened = open_random(options.size, of_features)
   begun = time.perf_counter()
   model = ServedModel(options.size, opened, of_features, _SLOTS, 1000, decoding.Controls(), ())
+  model.compile()
   model.start()
   print(f"start {time.perf_counter() - begun:.1f} s", flush=True)
   rng = np.random.default_rng(0)
@@ -134,7 +136,7 @@ async def main() -> None:
       flush=True,
     )
   print(f"ratio {statistics.median(a / b for a, b in rates):.2f}")
-  model.stop()
+  await model.stop()
 
 
 if __name__ == "__main__":

@@ -59,9 +59,11 @@ def _serve(options: argparse.Namespace) -> int:
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
   # Middleware compares what is before the first colon, so an IPv6 address is "[".
   hosts = ["localhost", "127.0.0.1", "["] if is_local and not tokens else ["*"]
-  # An address in use is an error before the models are read.
-  with socket.create_server((options.host, options.port), family=family) as listening:
-    app.serve(app.Application(_open_models(options), limits, tokens, hosts), listening)
+  with socket.socket(family) as bound:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # An address in use is an error before the models are read. Connections are refused until they are compiled.
+    bound.bind((options.host, options.port))
+    app.serve(app.Application(_open_models(options), limits, tokens, hosts), bound)
   return 0
 
 

@@ -26,29 +26,35 @@ NUM_TOP = 5  # The number of most probable tokens that a step reports.
 INDICES = frozenset({"cache_index", "position_embedder_index"})
 
 
+def _control(default: Any, low: Any, high: Any) -> Any:
+  return struct.field(default=default, metadata={"range": (low, high)})
+
+
 class SlotControls(struct.PyTreeNode):
-  """How each slot is decoded; all are [N]. The defaults, which are scalars, change nothing.
+  """How each slot is decoded; all are [N], or one number for a single sequence. The defaults change nothing.
+
+  The metadata of each field that a request may set is the range of its values.
 
   Attributes:
     temperature: divides the logits; 0 takes the most probable token.
-    top_k: only the k most probable tokens are sampled; 0 for all.
+    top_k: only the k most probable tokens are sampled; 0 or less for all.
     top_p: only the smallest set of tokens with this total probability is sampled; 1 for all.
     seed: the seed of the noise, which does not depend on the other slots.
-    min_end: the position before which the end token cannot occur.
+    min_tokens: the number of generated tokens before which the end token cannot occur.
     repetition_penalty: see `Controls`.
     presence_penalty: is subtracted from the logits of the tokens generated so far.
     frequency_penalty: the same, times how often each was generated.
     reports_probabilities: whether the step reports log probabilities.
   """
 
-  temperature: Any = np.float32(0)
-  top_k: Any = np.int32(0)
-  top_p: Any = np.float32(1)
-  seed: Any = np.uint32(0)
-  min_end: Any = np.int32(0)
-  repetition_penalty: Any = np.float32(1)
-  presence_penalty: Any = np.float32(0)
-  frequency_penalty: Any = np.float32(0)
+  temperature: Any = _control(np.float32(0), 0, 2)
+  top_k: Any = _control(np.int32(0), -1, 2**31 - 1)
+  top_p: Any = _control(np.float32(1), 1e-6, 1)
+  seed: Any = _control(np.uint32(0), -(2**63), 2**63 - 1)
+  min_tokens: Any = _control(np.int32(0), 0, 2**31 - 1)
+  repetition_penalty: Any = _control(np.float32(1), 0.01, 100)
+  presence_penalty: Any = _control(np.float32(0), -2, 2)
+  frequency_penalty: Any = _control(np.float32(0), -2, 2)
   reports_probabilities: Any = np.bool_(False)
 
 
@@ -62,16 +68,16 @@ class SlotState(struct.PyTreeNode):
     end: [N] the position after the last one that may be generated.
     controls: the controls of each slot.
     is_running: [N] whether the slot has a request that has not ended.
-    rows: the model's arrays, each with a dimension for the slots.
+    arrays: the model's arrays, which a step of the caller's `next_logits` reads and writes.
   """
 
-  tokens: jax.Array
-  position: jax.Array
-  start: jax.Array
-  end: jax.Array
+  tokens: Any
+  position: Any
+  start: Any
+  end: Any
   controls: SlotControls
-  is_running: jax.Array
-  rows: PyTree
+  is_running: Any
+  arrays: Any = ()
 
 
 class StepOutput(NamedTuple):
@@ -119,7 +125,7 @@ def step(
   eos_id: next_token.EndIds,
   controls: next_token.Controls,
 ) -> tuple[SlotState, PyTree, StepOutput]:
-  """Returns the state, whose `rows` are still the old ones, the new cache, and the output of one step.
+  """Returns the state, whose `arrays` are still the old ones, the new cache, and the output of one step.
 
   Args:
     state: the sequences.
@@ -174,14 +180,14 @@ def _restrict(
     logits_NV -= own.frequency_penalty[:, None] * counts_NV
     logits_NV -= own.presence_penalty[:, None] * (counts_NV > 0)
     is_end_1V = next_token.is_end(jnp.arange(logits_NV.shape[1])[None], eos_id)
-    is_early_N1 = (index_N + 1 < own.min_end)[:, None]
+    is_early_N1 = (index_N + 1 - state.start < own.min_tokens)[:, None]
     return jnp.where(is_end_1V & is_early_N1, next_token.NEG_INF, logits_NV)
 
   is_neutral_N = (
     (own.repetition_penalty == 1)
     & (own.presence_penalty == 0)
     & (own.frequency_penalty == 0)
-    & (own.min_end == 0)
+    & (own.min_tokens == 0)
   )
   is_changed = jnp.any(~is_neutral_N & state.is_running)
   return jax.lax.cond(is_changed, apply, lambda x: x, logits_NV)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rosetta_t5.kernels.context_attention import context_attention
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments, Window
-from rosetta_t5.kernels.xla_attention import xla_attention
+from rosetta_t5.kernels.xla_attention import query_key_weights, xla_attention
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS
 from rosetta_t5.parallel.placement import (
   constrain,
@@ -175,6 +175,12 @@ class Operands(NamedTuple):
       softcap=self.softcap,
       context_shards=context_shards(),
     )
+
+  def weights(self) -> Float[Array, "B H T S"]:
+    """Returns the attention weights, without dropout, as XLA's kernel computes them."""
+    visible, options = self.visible, (self.float32_logits, self.softcap)
+    mask = visible.mask() if isinstance(visible, Visibility) else visible
+    return query_key_weights(self.q_BTHK, self.k_BSGK, self.bias_1HTS, mask, *options)
 
   def scaled_values(self) -> Float[Array, "B S G K"]:
     """Returns the values times their factors, which carry dropout."""

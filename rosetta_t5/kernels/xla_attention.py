@@ -40,15 +40,32 @@ def xla_attention(
     float32_logits: whether logits and softmax are float32 whatever the type of the inputs.
     softcap: c of the soft limit of q·k, c·tanh(q·k/c) (Gemma 2); None for no limit.
   """
-  if float32_logits:
-    q_BTHK, k_BSGK = q_BTHK.astype(jnp.float32), k_BSGK.astype(jnp.float32)
   if value_scale_BGS is not None:
     v_BSGK = v_BSGK * value_scale_BGS.transpose(0, 2, 1)[..., None].astype(v_BSGK.dtype)
-  repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
-  k_BSHK, v_BSHK = (x if repeats == 1 else jnp.repeat(x, repeats, 2) for x in (k_BSGK, v_BSGK))
-  logits_BHTS = soft_cap(jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK), softcap)
-  weights_BHTS = attention_weights(logits_BHTS, bias_1HTS, mask_B1TS).astype(v_BSHK.dtype)
-  return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+  options = (bias_1HTS, mask_B1TS, float32_logits, softcap)
+  weights_BHTS = query_key_weights(q_BTHK, k_BSGK, *options).astype(v_BSGK.dtype)
+  return jnp.einsum("bhts,bshk->bthk", weights_BHTS, _of_heads(v_BSGK, q_BTHK))
+
+
+def query_key_weights(
+  q_BTHK: Float[Array, "B T H K"],
+  k_BSGK: Float[Array, "B S G K"],
+  bias_1HTS: Float[Array, "#B #H #T S"] | None,
+  mask_B1TS: Bool[Array, "#B #H #T S"] | None,
+  float32_logits: bool,
+  softcap: float | None,
+) -> Float[Array, "B H T S"]:
+  """Returns softmax(q·k + bias) over the visible keys; see `xla_attention`."""
+  if float32_logits:
+    q_BTHK, k_BSGK = q_BTHK.astype(jnp.float32), k_BSGK.astype(jnp.float32)
+  products_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, _of_heads(k_BSGK, q_BTHK))
+  return attention_weights(soft_cap(products_BHTS, softcap), bias_1HTS, mask_B1TS)
+
+
+def _of_heads(x_BSGK: jax.Array, q_BTHK: jax.Array) -> jax.Array:
+  """Returns the keys or values of each head of queries, [B, S, H, K]."""
+  repeats = q_BTHK.shape[2] // x_BSGK.shape[2]
+  return x_BSGK if repeats == 1 else jnp.repeat(x_BSGK, repeats, 2)
 
 
 def soft_cap(x: Float[Array, "..."], cap: float | Array | None) -> Float[Array, "..."]:

@@ -86,38 +86,33 @@ class DecodingModel(BaseModel):
     """Returns what a decode of the batch's inputs begins with, after the work that is done once."""
     raise NotImplementedError
 
-  def precompute(self, params: PyTree, start: DecodingStart) -> dict[str, PyTree]:
-    """Returns the variables that are the same in all decoding steps; {} if the model cannot use them."""
+  def step_arrays(self, params: PyTree, start: DecodingStart) -> dict[str, PyTree]:
+    """Returns the arguments of `next_logits` that are the same in all steps: `context`, and precomputed ones."""
     # Subclasses that were written for T5X override this method without the argument, and a module
     # that is not a linen module has no collection for these variables.
     step = self._compute_logits_from_slice
     if not isinstance(self.module, nn.Module) or not accepts(step, "precomputed_variables"):
-      return {}
+      return start.context
     first, length = jnp.zeros((start.prompts.shape[0], 1), jnp.int32), start.prompts.shape[1]
     variables, mutable = {"params": params, "cache": start.cache}, ["cache", PRECOMPUTED]
     _, variables = self._decode_step(variables, start.context.values(), first, length, mutable)
-    return {name: x for name, x in variables.items() if name != "cache"}
+    precomputed = {name: x for name, x in variables.items() if name != "cache"}
+    return {**start.context, "precomputed_variables": precomputed}
 
   def next_logits(
-    self,
-    params: PyTree,
-    state: decoding.DecodingState,
-    length: int,
-    context: Mapping[str, Any],
-    precomputed: Mapping[str, PyTree],
+    self, params: PyTree, length: int, arrays: Mapping[str, PyTree], state: decoding.DecodingState
   ) -> tuple[Float[Array, "N V"], PyTree]:
     """Returns the logits after one more token of N sequences, and the new cache.
 
     Args:
       params: the parameters.
-      state: the tokens, and the cache.
       length: the number of positions in the cache.
-      context: that of `start_decoding`.
-      precomputed: the result of `precompute`.
+      arrays: those of `step_arrays`.
+      state: the tokens, and the cache.
     """
-    options: dict[str, Any] = {"precomputed_variables": precomputed} if precomputed else {}
-    options |= {"params": params, "max_decode_length": length}
-    return self._compute_logits_from_slice(state, **options, **context)
+    # By name, because subclasses that were written for T5X have another order.
+    options: dict[str, Any] = {"params": params, "max_decode_length": length, **arrays}
+    return self._compute_logits_from_slice(state, **options)
 
   def _decode(
     self,
@@ -141,13 +136,8 @@ class DecodingModel(BaseModel):
     """
     # Each beam or sample attends to its own copy of the encoded inputs.
     copies = {n: decoding.flat_batch_beam_expand(x, num_decodes) for n, x in start.context.items()}
-    step = functools.partial(
-      self.next_logits,
-      params,
-      length=start.prompts.shape[1],
-      context=copies,
-      precomputed=self.precompute(params, start),
-    )
+    arrays = {**self.step_arrays(params, start), **copies}
+    step = functools.partial(self.next_logits, params, start.prompts.shape[1], arrays)
     is_scanned = getattr(self.module, "scan_layers", False)
     optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0, "pad_id": self.pad_id}
     if start.cache_index is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
 from rosetta_t5.adapters import Adapter
@@ -17,6 +20,7 @@ from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argu
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.models.decoding_model import DecodingStart
+from rosetta_t5.networks.layers.attention import CROSS_ATTENTION
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
@@ -141,6 +145,32 @@ class EncoderDecoderModel(BaseTransformerModel):
       # Flaxformer's decoder counts positions here, and its prefill does not set the count.
       cache["decoder"]["position_embedder"]["position_embedder_index"] = lengths_B
     return cache, lengths_B
+
+  def cross_attention(self, params: PyTree, batch: Batch) -> Float[Array, "B L T S"]:
+    """Returns what the prediction of each target attends to: the mean weights of each layer's heads.
+
+    Only layers of this package's networks show it; L is 0 in others. The weights of a target's padding
+    have no meaning.
+
+    Args:
+      params: the parameters.
+      batch: the inputs and the targets.
+    """
+    _, variables = self._compute_logits(params, batch, mutable=[CROSS_ATTENTION])
+    sown = flatten_dict(variables.get(CROSS_ATTENTION, {}))
+    paths = sorted(sown, key=lambda path: [int(n) for n in re.findall(r"\d+", "/".join(path))])
+    batch_size, targets = batch["decoder_target_tokens"].shape
+    inputs = batch["encoder_input_tokens"].shape[1]
+    # [R, B, T, S] of each: R is 1, or the number of layers that were scanned, of which other layers are between.
+    weights = [
+      sown[path][0].reshape(-1, batch_size, *sown[path][0].shape[-3:]).mean(2) for path in paths
+    ]
+    if not weights:
+      return jnp.zeros((batch_size, 0, targets, inputs))
+    weights_RPBTS = jnp.stack(weights, axis=1)[
+      ..., -inputs:
+    ]  # after the vectors of a trained prompt
+    return weights_RPBTS.reshape(-1, *weights_RPBTS.shape[2:]).swapaxes(0, 1)
 
   def predict_batch_with_aux(
     self,

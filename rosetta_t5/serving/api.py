@@ -1,9 +1,7 @@
 """OpenAI's interface: what a request asks for, and the objects that answer it."""
 
 import base64
-import dataclasses
 import itertools
-import json
 import secrets
 import time
 import uuid
@@ -12,26 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving import fields
-from rosetta_t5.serving.served_model import Piece, RequestError, Sampling, ServedModel, Token
+from rosetta_t5.serving.served_model import Piece, RequestError, ServedModel, Token
 
 _MAX_BEAMS = 4
-_OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "seed", "user"}
+_OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "user"}
 _LOWEST = -9999.0  # the log probability of an impossible token; JSON has no infinity
-
-
-def parse_json(body: bytes) -> Any:
-  """Returns what JSON describes.
-
-  Raises:
-    RequestError: it is not JSON, or has half of a surrogate pair, which no text can contain.
-  """
-  try:
-    value = json.loads(body)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-  except (ValueError, RecursionError) as error:
-    raise RequestError(f"the body must be JSON in UTF-8: {error}", None) from error
-  return value
 
 
 def encode_all(prompts: Any, model: ServedModel, field: str) -> list[list[int]]:
@@ -40,8 +25,8 @@ def encode_all(prompts: Any, model: ServedModel, field: str) -> list[list[int]]:
   return [model.encode(prompt, field) for prompt in given]
 
 
-def _read_messages(given: Sequence[Any]) -> list[dict[str, str]]:
-  """Returns the role and the text of each message."""
+def encode_conversation(given: Sequence[Any], model: ServedModel) -> list[int]:
+  """Returns the tokens of a conversation, whose messages are checked."""
   messages = []
   for index, each in enumerate(given):
     place = f"messages[{index}]."
@@ -56,7 +41,7 @@ def _read_messages(given: Sequence[Any]) -> list[dict[str, str]]:
       content = "".join(part["text"] for part in checked)
     # A developer is OpenAI's newer name of the system.
     messages.append({"role": "system" if role == "developer" else role, "content": content})
-  return messages
+  return model.encode_chat(messages)
 
 
 class Generation:
@@ -66,11 +51,11 @@ class Generation:
     prompts: the tokens of each prompt.
     n: the number of texts for each prompt.
     max_tokens: the most tokens of a text.
-    sampling: how tokens are chosen.
     stop: texts before which an answer ends.
     use_beam_search: whether the texts are the best that beam search finds.
     is_stream: whether texts are sent while they are generated.
     has_usage: whether a stream ends with the number of tokens.
+    num_generated: the number of tokens of the texts so far.
   """
 
   def __init__(self, given: Mapping[str, Any], model: ServedModel, is_chat: bool, max_texts: int):
@@ -87,16 +72,16 @@ class Generation:
     """
     get, self._is_chat, self._top = given.get, is_chat, given.get("logprobs")
     if is_chat:
-      self.prompts = [model.encode_chat(_read_messages(given["messages"]))]
+      self.prompts = [encode_conversation(given["messages"], model)]
       self._top = get("top_logprobs", 0) if self._top else None
     else:
       self.prompts = encode_all(given["prompt"], model, "prompt")
     self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
     self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
-    values = {name: given[name] for name in fields.SAMPLING if name in given}
-    values |= {"top_k": max(get("top_k", 0), 0), "seed": get("seed", secrets.randbits(31)) % 2**31}
-    values["reports_probabilities"] = self._top is not None
-    self.sampling, stop = Sampling(**values), get("stop", [])
+    controls = {name: given[name] for name in fields.CONTROLS if name in given}
+    controls["reports_probabilities"] = self._top is not None
+    self._controls, stop = SlotControls(**controls), get("stop", [])
+    self._seed = get("seed", secrets.randbits(31))
     self.stop = [stop] if isinstance(stop, str) else stop
     self.is_stream = get("stream", False)
     self.has_usage = get("stream_options", {}).get("include_usage", False)
@@ -105,70 +90,58 @@ class Generation:
     name += ".chunk" * (is_chat and self.is_stream)
     self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": name, "created": int(time.time())}
     self._head["model"] = model.name
-    self._lengths, self._count = dict[int, int](), 0
+    self._lengths, self.num_generated = dict[int, int](), 0
 
   def _check(self, given: Mapping[str, Any], length: int, max_texts: int) -> None:
-    most, count, has_top = self.max_tokens, self.n * len(self.prompts), self._top is not None
+    most, num_prompts, has_top = self.max_tokens, len(self.prompts), self._top is not None
     name = "max_tokens" if given.get("max_tokens") == most else "max_completion_tokens"
+    is_fitting = self.n * num_prompts <= max_texts
     conditions = [
       (name, most <= length, f"at most {length}, the server's --output_length"),
       ("max_tokens", given.get("max_tokens", most) == most, "equal to max_completion_tokens"),
-      ("min_tokens", self.sampling.min_tokens <= most, f"at most {most}, the most tokens"),
-      (
-        "n",
-        count <= max_texts,
-        f"such that {len(self.prompts)} prompts have at most {max_texts} texts",
-      ),
-      ("best_of", given.get("best_of", self.n) == self.n, f"{self.n}, like n"),
+      ("min_tokens", given.get("min_tokens", 0) <= most, f"at most {most}, the most tokens"),
+      ("n", is_fitting, f"such that {num_prompts} prompts have at most {max_texts} texts"),
       ("stream_options", self.is_stream or not self.has_usage, "left out without stream"),
       ("top_logprobs", has_top or "top_logprobs" not in given, "left out without logprobs"),
     ]
     if self.use_beam_search:
-      others = {key for key, value in given.items() if value} - _OF_BEAM_SEARCH
+      others = {key for key, value in given.items() if value or key == "seed"} - _OF_BEAM_SEARCH
       conditions += [(key, False, "left out with use_beam_search") for key in sorted(others)]
       conditions += [("n", self.n <= _MAX_BEAMS, f"at most {_MAX_BEAMS} with use_beam_search")]
     for name, holds, expected in conditions:
       if not holds:
         raise RequestError(f"{name} must be {expected}, got {given.get(name)}", name)
 
-  def texts(self) -> list[tuple[Sequence[int], Sampling]]:
-    """Returns the prompt and the sampling of each text, whose seeds count up."""
+  def texts(self) -> list[tuple[Sequence[int], SlotControls]]:
+    """Returns the prompt and the controls of each text, whose seeds count up."""
     prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
     return [
-      (prompt, dataclasses.replace(self.sampling, seed=(self.sampling.seed + index) % 2**31))
+      (prompt, self._controls.replace(seed=(self._seed + index) % 2**31))
       for index, prompt in enumerate(prompts)
     ]
 
-  def part(self, index: int, piece: Piece) -> dict[str, Any]:
-    """Returns an object of a stream: a piece of the text with this index."""
-    usage = {"usage": None} if self.has_usage else {}
-    return {**self._head, "choices": [self._choice(index, piece)], **usage}
+  def answer(self, choices: Sequence[Mapping[str, Any]], **usage: Any) -> dict[str, Any]:
+    """Returns an answer, or an object of a stream."""
+    return {**self._head, "choices": choices, **usage}
 
-  def end(self) -> dict[str, Any]:
-    """Returns the last object of a stream with `has_usage`."""
-    return {**self._head, "choices": [], "usage": self._usage()}
+  def usage(self) -> dict[str, int]:
+    """Returns the numbers of tokens of the prompts and of the texts so far."""
+    return usage(self.prompts, self.num_generated)
 
-  def whole(self, texts: Sequence[Piece], count: int = 0) -> dict[str, Any]:
-    """Returns the answer as one object; `count` is the number of tokens that the texts do not list."""
-    self._count += count
-    choices = [self._choice(index, piece) for index, piece in enumerate(texts)]
-    return {**self._head, "choices": choices, "usage": self._usage()}
-
-  def _usage(self) -> dict[str, int]:
-    return usage(self.prompts, self._count)
-
-  def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+  def choice(self, index: int, piece: Piece, **more: Any) -> dict[str, Any]:
+    """Returns the next piece of the text with this index, or the whole text."""
     role = {} if index in self._lengths else {"role": "assistant"}
     start = self._lengths.get(index, 0)
     self._lengths[index] = start + len(piece.text)
-    self._count += len(piece.tokens)
+    self.num_generated += len(piece.tokens)
     logprobs: Any = None
     if self._top is not None:
       list_logprobs = _chat_logprobs if self._is_chat else _text_logprobs
       logprobs = list_logprobs(piece.tokens, self._top, start)
     kind = "delta" if self.is_stream else "message"
     text = {kind: {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
-    return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+    shown = {"index": index, **text, "logprobs": logprobs}
+    return {**shown, "finish_reason": piece.finish_reason, **more}
 
 
 def _text_logprobs(tokens: Sequence[Token], top: int, start: int) -> dict[str, Any]:

@@ -4,17 +4,16 @@ import asyncio
 import contextlib
 import functools
 import hmac
-import json
-import os
 import pathlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
 import uvicorn
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -69,12 +68,13 @@ class Application:
     self.models, self._limits = models, limits
     self._authorizations = [f"Bearer {token}".encode() for token in tokens]
     self.is_stopping, self.running = False, 0
-    self._make_metrics()
+    self._metrics = _Metrics(models.values())
     endpoints = Endpoints(models, limits)
     answers: dict[str, Any] = {
       "/v1/completions": functools.partial(endpoints.generate, is_chat=False),
       "/v1/chat/completions": functools.partial(endpoints.generate, is_chat=True),
       "/v1/embeddings": endpoints.embed,
+      "/v1/attention": endpoints.attend,
       "/score": endpoints.score,
     }
     routes = [
@@ -92,12 +92,11 @@ class Application:
 
   @contextlib.asynccontextmanager
   async def _run_models(self, _: Starlette) -> AsyncIterator[None]:
-    with contextlib.ExitStack() as stack:
-      for model in self.models.values():
-        print(f"compiling the programs of {model.name} …", file=sys.stderr, flush=True)
-        model.start()
-        stack.callback(model.stop)
-      yield
+    for model in self.models.values():
+      model.start()
+    yield
+    for model in self.models.values():
+      await model.stop()
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
@@ -111,7 +110,7 @@ class Application:
       if message["type"] == "http.response.start":
         status, headers = message["status"], [*message["headers"], *_HEADERS]
         message = {**message, "headers": headers}
-        self._first_byte_seconds.labels(path).observe(time.monotonic() - begun)
+        self._metrics.first_byte_seconds.labels(path).observe(time.monotonic() - begun)
       await send(message)
 
     messages: asyncio.Queue[Message] = asyncio.Queue(1)
@@ -122,8 +121,8 @@ class Application:
 
     self.running += 1
     app: Any = self._refusal(scope) or self._app
-    scope["tasks"] = tasks = [asyncio.create_task(forward_until_gone())]
-    tasks.append(work := asyncio.create_task(app(scope, messages.get, send_with_headers)))
+    work = asyncio.create_task(app(scope, messages.get, send_with_headers))
+    tasks = [work, asyncio.create_task(forward_until_gone())]
     try:
       # Texts end in time by themselves. This is for clients that send or read slowly.
       timeout_s = self._limits.timeout_s + 1
@@ -137,8 +136,8 @@ class Application:
         task.cancel()
       await asyncio.gather(*tasks, return_exceptions=True)
       self.running -= 1
-      self._requests.labels(path, status).inc()
-      self._seconds.labels(path).observe(time.monotonic() - begun)
+      self._metrics.requests.labels(path, status).inc()
+      self._metrics.seconds.labels(path).observe(time.monotonic() - begun)
 
   def _refusal(self, scope: Scope) -> Response | None:
     """Returns the answer to a request that gets no other."""
@@ -161,40 +160,48 @@ class Application:
       return response_to(Stopping("; ".join(failed)))
     return JSONResponse({"status": "ok"})
 
-  def _make_metrics(self) -> None:
-    self._registry = prometheus_client.CollectorRegistry()
-    own: dict[str, Any] = {"namespace": "rosetta_t5", "registry": self._registry}
-    self._requests = prometheus_client.Counter("requests", "Requests", ("path", "status"), **own)
-    own["buckets"], make = [0.01 * 2**n for n in range(15)], prometheus_client.Histogram
-    self._seconds = make("request_seconds", "Time of an answer", ("path",), **own)
-    text = "Time to the beginning of an answer, which is the first token of a stream"
-    self._first_byte_seconds = make("first_byte_seconds", text, ("path",), **own)
-
   async def _show_metrics(self, request: Request) -> Response:
-    rows = [(m.name, *item) for m in self.models.values() for item in m.statistics().items()]
-    lines = [prometheus_client.generate_latest(self._registry).decode()]
-    for key in dict.fromkeys(key for _, key, _ in rows):
-      kind = "counter" if key.endswith("_total") else "gauge"
-      lines.append(f"# TYPE rosetta_t5_{key} {kind}\n")
-      lines += [
-        f"rosetta_t5_{k}{{model={json.dumps(name)}}} {x}\n" for name, k, x in rows if k == key
-      ]
-    return Response("".join(lines), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+    text = prometheus_client.generate_latest(self._metrics.registry)
+    return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+
+class _Metrics:
+  """What is counted of all requests, and the statistics of the models."""
+
+  def __init__(self, models: Collection[ServedModel]):
+    self._models, self.registry = models, prometheus_client.CollectorRegistry()
+    self.registry.register(self)
+    own: dict[str, Any] = {"namespace": "rosetta_t5", "registry": self.registry}
+    self.requests = prometheus_client.Counter("requests", "Requests", ("path", "status"), **own)
+    own["buckets"], make = [0.01 * 2**n for n in range(15)], prometheus_client.Histogram
+    self.seconds = make("request_seconds", "Time of an answer", ("path",), **own)
+    text = "Time to the beginning of an answer, which is the first token of a stream"
+    self.first_byte_seconds = make("first_byte_seconds", text, ("path",), **own)
+
+  def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    """Yields the statistics of the models, as a registry asks for them."""
+    for model in self._models:
+      for name, value in model.statistics().items():
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        family = kind(f"rosetta_t5_{name}", name.replace("_", " "), labels=("model",))
+        family.add_metric((model.name,), value)
+        yield family
 
 
 async def _send(file: pathlib.Path, request: Request) -> Response:
   return FileResponse(file)
 
 
-def serve(app: Application, listening: socket.socket) -> None:
-  """Serves at a socket until SIGTERM or Ctrl-C, and then until all answers are complete.
+def serve(app: Application, bound: socket.socket) -> None:
+  """Compiles the models, then listens at a socket until SIGTERM or Ctrl-C, and until all answers are complete.
 
   A second signal ends it at once.
   """
-  config = uvicorn.Config(
-    app, log_level="warning", timeout_graceful_shutdown=1, server_header=False
-  )
-  _Server(config).run([listening])
+  for name, model in app.models.items():
+    print(f"compiling the programs of {name} …", file=sys.stderr, flush=True)
+    model.compile()
+  options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 1, "server_header": False}
+  _Server(uvicorn.Config(app, **options)).run([bound])
 
 
 class _Server(uvicorn.Server):
@@ -208,8 +215,6 @@ class _Server(uvicorn.Server):
 
   def handle_exit(self, sig: int, frame: Any) -> None:
     app: Any = self.config.app
-    if not self.started:  # It still compiles, and nobody waits.
-      os._exit(128 + sig)
     if app.is_stopping:
       super().handle_exit(sig, frame)
     app.is_stopping = True

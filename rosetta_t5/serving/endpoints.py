@@ -1,11 +1,13 @@
 """What a server answers to requests for its models."""
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -43,16 +45,16 @@ class UnknownModel(RequestError):
 _FAILURES: dict[type[Exception], tuple[int, str]] = {
   UnknownModel: (404, ""),
   RequestError: (400, ""),
-  Overloaded: (429, "too many requests are waiting"),
+  Overloaded: (429, ""),
   Stopping: (503, "the server is stopping"),
-  TimeoutError: (503, "the answer was not complete within the server's --timeout_s"),
+  TimeoutError: (504, "the answer was not complete within the server's --timeout_s"),
 }
 ERRORS = (*_FAILURES, HTTPException, Exception)
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 def response_to(error: Exception) -> JSONResponse:
-  """Returns the answer to a request that has failed; after 429 and 503 it may be sent again."""
+  """Returns the answer to a request that has failed; only after 429 and 503 it may be sent again."""
   found = [value for kind, value in _FAILURES.items() if isinstance(error, kind)]
   status, text = found[0] if found else (500, f"the model has failed: {reason_of(error)}")
   text = str(error) or text if found else text
@@ -62,8 +64,10 @@ def response_to(error: Exception) -> JSONResponse:
   code = "model_not_found" if isinstance(error, UnknownModel) else _CODES.get(status)
   kind = "server_error" if status >= 500 else "invalid_request_error"
   content = {"message": text, "type": kind, "param": field, "code": code}
-  retry_after_s = error.retry_after_s if isinstance(error, Overloaded) else 1
-  headers = {"retry-after": str(retry_after_s)} if status in (429, 503) else {}
+  # Without the second header, OpenAI's clients repeat all requests that have failed with 5xx.
+  headers = {"x-should-retry": "false"}
+  if status in (429, 503):
+    headers = {"retry-after": str(getattr(error, "retry_after_s", 1))}
   return JSONResponse({"error": content}, status, headers)
 
 
@@ -105,7 +109,7 @@ class Endpoints:
       body += part
       if len(body) > self._limits.body_bytes:
         raise HTTPException(413, f"the body must have at most {self._limits.body_bytes} bytes")
-    given = fields.check(api.parse_json(bytes(body)), known, needed)
+    given = fields.check(fields.parse_json(bytes(body)), known, needed)
     return self._find(given.pop("model", next(iter(self._models)))), given
 
   async def generate(self, request: Request, is_chat: bool) -> Response:
@@ -116,27 +120,24 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
-      count = sum(length for *_, length in found)
-      longest = model.output_length
-      best = [Piece(text, (), "stop" if n < longest else "length") for text, _, n in found]
-      whole = asked.whole(best, count)
-      for choice, (_, score, _) in zip(whole["choices"], found, strict=True):
-        choice["score"] = api.finite(score)
-      return JSONResponse(whole)
-    pieces = _generate(request, model, asked, deadline)
-    if not asked.is_stream:
-      return JSONResponse(asked.whole(await _join(pieces)))
-    first = await anext(pieces)
-    return StreamingResponse(_events(first, pieces, asked), media_type="text/event-stream")
+      return await _search(model, asked)
+    texts = asked.texts()
+    pieces = _until(deadline, model.generate(texts, asked.max_tokens, asked.stop))
+    if asked.is_stream:
+      first = await anext(pieces)
+      return StreamingResponse(_events(first, pieces, asked), media_type="text/event-stream")
+    found: list[list[Piece]] = [[] for _ in texts]
+    async for index, piece in pieces:
+      found[index].append(piece)
+    choices = [asked.choice(index, _joined(text)) for index, text in enumerate(found)]
+    return JSONResponse(asked.answer(choices, usage=asked.usage()))
 
   async def embed(self, request: Request) -> Response:
     """Answers POST /v1/embeddings."""
     model, given = await self._read(request, fields.EMBEDDING, "input")
+    _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
-    # A few at a time, because they share the model's queue.
-    rows = [prompts[n : n + 8] for n in range(0, len(prompts), 8)]
-    vectors = [vector for row in rows for vector in await model.embed(row)]
+    vectors = await _in_turns(model.embed, prompts)
     if (size := given.get("dimensions", len(vectors[0]))) != len(vectors[0]):
       raise RequestError(f"dimensions must be {len(vectors[0])}, got {size}", "dimensions")
     kind, item = given.get("encoding_format", "float"), {"object": "embedding"}
@@ -152,71 +153,84 @@ class Endpoints:
       text = f"targets must be {len(inputs)} texts, one for each input, got {len(targets)}"
       raise RequestError(text, "targets")
     prompts = await asyncio.to_thread(api.encode_all, inputs, model, "inputs")
-    pairs = [*zip(prompts, targets, strict=True)]
-    rows = [row for n in range(0, len(pairs), 8) for row in await model.score(pairs[n : n + 8])]
+    rows = await _in_turns(model.score, prompts, map(model.encode_target, targets))
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
-    scores = [sum(api.finite(t.logprob) for t in row) for row in rows]
+    scores = [sum(token["logprob"] for token in row) for row in tokens]
     usage = api.usage(prompts, sum(map(len, rows)))
     return _listed(model, scores=scores, tokens=tokens, usage=usage)
+
+  async def attend(self, request: Request) -> Response:
+    """Answers POST /v1/attention."""
+    model, given = await self._read(request, fields.ATTENTION, "target")
+    _check_encoder(model, "has no cross-attention")
+    if ("prompt" in given) == ("messages" in given):
+      raise RequestError("exactly one of prompt and messages must be given", "prompt")
+    if "messages" in given:
+      tokens = api.encode_conversation(given["messages"], model)
+    else:
+      tokens = model.encode(given["prompt"])
+    weights, rows, columns = await model.attention(tokens, model.encode_target(given["target"]))
+    layer, count = given.get("layer", -1), len(weights)
+    if not -count <= layer < count:
+      raise RequestError(f"layer must be from {-count} to {count - 1}, got {layer}", "layer")
+    shown = {"layer": layer % count, "layers": count, "tokens": rows, "input_tokens": columns}
+    shown["weights"] = np.round(weights[layer].astype(float), 6).tolist()
+    return JSONResponse({"object": "attention", "model": model.name, **shown})
+
+
+def _check_encoder(model: ServedModel, consequence: str) -> None:
+  if not model.has_encoder:
+    raise RequestError(f"model {model.name} has no encoder, so it {consequence}", "model")
+
+
+async def _in_turns(call: Callable[..., Any], *columns: Any) -> list[Any]:
+  """Returns the results of calls, of which a few are made at a time, because they share the model's queue."""
+  rows, found = [*zip(*columns, strict=True)], list[Any]()
+  for start in range(0, len(rows), 8):
+    found += await asyncio.gather(*(call(*row) for row in rows[start : start + 8]))
+  return found
 
 
 def _listed(model: ServedModel, **content: Any) -> Response:
   return JSONResponse({"object": "list", "model": model.name, **content})
 
 
-async def _generate(
-  request: Request, model: ServedModel, asked: api.Generation, deadline: float
-) -> AsyncIterator[tuple[int, Piece]]:
-  """Yields the pieces of all texts as they come, with the index of the text.
+async def _search(model: ServedModel, asked: api.Generation) -> Response:
+  """Answers with the best texts of beam search."""
+  found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
+  asked.num_generated = sum(length for *_, length in found)
+  choices = []
+  for index, (text, score, length) in enumerate(found):
+    reason = "stop" if length < model.output_length else "length"
+    choices.append(asked.choice(index, Piece(text, (), reason), score=api.finite(score)))
+  return JSONResponse(asked.answer(choices, usage=asked.usage()))
 
-  Raises:
-    TimeoutError: the texts were not complete at the deadline, a time of the event loop.
-  """
-  queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
 
-  async def forward(index: int, pieces: AsyncIterator[Piece]) -> None:
-    try:
-      async for piece in pieces:
-        queue.put_nowait((index, piece))
-    except Exception as error:
-      queue.put_nowait((index, error))
-
-  running = len(texts := asked.texts())
-  for index, (prompt, sampling) in enumerate(texts):
-    pieces = model.generate(prompt, asked.max_tokens, sampling, asked.stop)
-    request.scope["tasks"].append(asyncio.create_task(forward(index, pieces)))
-  while running:
+async def _until(deadline: float, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+  """Yields what an iterator does, and raises TimeoutError at a time of the event loop."""
+  while True:
     async with asyncio.timeout_at(deadline):
-      index, piece = await queue.get()
-    if isinstance(piece, Exception):
-      raise piece
-    running -= int(piece.finish_reason is not None)
-    yield index, piece
+      if (found := await anext(pieces, None)) is None:
+        return
+    yield found
 
 
-async def _join(pieces: AsyncIterator[tuple[int, Piece]]) -> list[Piece]:
-  """Returns the whole texts in the order of their indices."""
-  found: dict[int, list[Piece]] = {}
-  async for index, piece in pieces:
-    found.setdefault(index, []).append(piece)
-  return [
-    Piece(
-      "".join(p.text for p in row), tuple(t for p in row for t in p.tokens), row[-1].finish_reason
-    )
-    for _, row in sorted(found.items())
-  ]
+def _joined(pieces: Sequence[Piece]) -> Piece:
+  tokens = itertools.chain.from_iterable(piece.tokens for piece in pieces)
+  return Piece("".join(p.text for p in pieces), (*tokens,), pieces[-1].finish_reason)
 
 
 async def _events(
   first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]], asked: api.Generation
 ) -> AsyncIterator[bytes]:
   """Yields the events of a stream. An error after its beginning is one of them."""
+  usage = {"usage": None} if asked.has_usage else {}
   try:
-    yield _event(JSONResponse(asked.part(*first)))
+    yield _event(JSONResponse(asked.answer([asked.choice(*first)], **usage)))
     async for each in rest:
-      yield _event(JSONResponse(asked.part(*each)))
+      yield _event(JSONResponse(asked.answer([asked.choice(*each)], **usage)))
     if asked.has_usage:
-      yield _event(JSONResponse(asked.end()))
+      yield _event(JSONResponse(asked.answer([], usage=asked.usage())))
   except Exception as error:
     _log.warning("a stream has failed", exc_info=error)
     yield _event(response_to(error))

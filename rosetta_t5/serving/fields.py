@@ -1,14 +1,30 @@
 """The fields of requests: those of OpenAI's interface, and a few more, with the condition of each."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rosetta_t5.argument_types import Condition, near_hint, one_of
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving.served_model import RequestError
 
 _MOST, _INT32 = 2048, 2**31 - 1
 Fields = Mapping[str, Condition]
+
+
+def parse_json(body: bytes) -> Any:
+  """Returns what JSON describes.
+
+  Raises:
+    RequestError: it is not JSON, or has half of a surrogate pair, which no text can contain.
+  """
+  try:
+    value = json.loads(body)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+  except (ValueError, RecursionError) as error:
+    raise RequestError(f"the body must be JSON in UTF-8: {error}", None) from error
+  return value
 
 
 def check(
@@ -87,18 +103,14 @@ _STREAM_OPTIONS = Condition(
   '{"include_usage": true}, or the same with false',
   lambda x: x in [{"include_usage": y} for y in (True, False)],
 )
-SAMPLING = {
-  "temperature": _number(0, 2),
-  "top_k": _integer(-1, _INT32),
-  "top_p": _number(1e-6, 1),
-  "seed": _integer(-(2**63), 2**63 - 1),
-  "min_tokens": _integer(0, _INT32),
-  "repetition_penalty": _number(0.01, 100),
-  "presence_penalty": _number(-2, 2),
-  "frequency_penalty": _number(-2, 2),
+_KINDS = {"f": _number, "i": _integer, "u": _integer}
+CONTROLS = {
+  field.name: _KINDS[field.default.dtype.kind](*field.metadata["range"])  # type: ignore[union-attr]
+  for field in dataclasses.fields(SlotControls)
+  if "range" in field.metadata
 }
 _GENERATION = {
-  **SAMPLING,
+  **CONTROLS,
   "n": _integer(1, 8),
   "stop": _STOP,
   "stream_options": _STREAM_OPTIONS,
@@ -108,14 +120,13 @@ _GENERATION = {
   **dict.fromkeys(("logit_bias", "metadata"), _only({})),
   **dict.fromkeys(("tools", "functions"), _only([])),
   **dict.fromkeys(("tool_choice", "function_call"), _only("none", "auto")),
-  **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity"), _only()),
+  **dict.fromkeys(("audio", "prediction", "reasoning_effort", "service_tier"), _only()),
   **dict.fromkeys(("echo", "store"), _only(False)),
   "suffix": _only(""),
-  "service_tier": _only("auto", "default"),
   "modalities": _only(["text"]),
   "response_format": _only({"type": "text"}),
 }
-_OF_TEXTS = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _integer(1, 8)}
+_OF_TEXTS = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _only(1)}
 COMPLETION = {**_GENERATION, **_OF_TEXTS}
 _MESSAGES = Condition(f"a list of 1 to {_MOST} messages", lambda x: _is_list(x, _is(dict)))
 _OF_CHATS = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
@@ -130,3 +141,6 @@ _FORMAT = one_of(("float", "base64"))
 _OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT, "dimensions": _integer(1, _INT32)}
 EMBEDDING = {**_OF_VECTORS, "model": _TEXT, "user": _TEXT}
 SCORE = {"inputs": _TEXTS, "targets": _TEXTS, "model": _TEXT}
+_ONE_PROMPT = Condition("a text or a list of token ids", is_prompt)
+_OF_ATTENTION = {"prompt": _ONE_PROMPT, "messages": _MESSAGES, "target": _TEXT}
+ATTENTION = {**_OF_ATTENTION, "layer": _integer(-1000, 1000), "model": _TEXT}

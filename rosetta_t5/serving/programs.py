@@ -1,12 +1,10 @@
-"""The compiled programs of a served model: all are compiled at the start, for a few lengths."""
+"""The compiled programs of a served model: all are compiled at the start, for a few lengths of inputs."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -21,53 +19,44 @@ from rosetta_t5.decoding import slots
 from rosetta_t5.decoding.next_token import EndIds
 from rosetta_t5.decoding.slots import SlotControls, SlotState, StepOutput
 from rosetta_t5.inference.infer_fn import default_buckets
-from rosetta_t5.models import DecoderOnlyModel
+from rosetta_t5.models import DecoderOnlyModel, EncoderModel
 from rosetta_t5.trained_model import OpenedModel
 
 PyTree = Any
-Rows = list[
-  jax.Array
-]  # The model's arrays of some requests; each has a dimension for the requests.
 
 BATCH_SIZES = (1, 4)  # The numbers of requests whose inputs are computed together.
-NO_SLOT = np.iinfo(np.int32).max  # The slot of a row that only fills up a batch.
+NUM_BEAMS = 4
+CALLS = ("beams", "score", "attention", "embed")
+_NO_SLOT = np.iinfo(np.int32).max  # That of a request which only fills up a batch.
 
 
-class Admission(NamedTuple):
-  """Requests that join slots; all arrays have one row for each.
+class Task(NamedTuple):
+  """What a slot computes.
 
   Attributes:
-    slots: [B] the slots.
-    tokens: [B, T + 1] what the sequences begin with, followed by padding.
-    position: [B] that of the token whose successor is computed first.
-    start: [B] the first position that is generated.
-    end: [B] the position after the last one that may be generated.
-    controls: the controls of each.
+    inputs: the tokens of the inputs; with a decoder, those that the sequence begins with.
+    max_tokens: the maximum number of tokens to generate.
+    controls: how they are chosen.
   """
 
-  slots: np.ndarray
-  tokens: np.ndarray
-  position: np.ndarray
-  start: np.ndarray
-  end: np.ndarray
+  inputs: tuple[int, ...]
+  max_tokens: int
   controls: SlotControls
 
 
 class Programs:
-  """The programs of a model's slots.
+  """The programs of a model, with the state of its slots.
 
-  The inputs of a request are computed once, at the shortest of a few lengths (`prefill`). Their arrays are put into a
-  slot (`insert`), or are copied from a slot with the same inputs (`copy`). `step` advances all slots
-  by one token. With an encoder, slots are as long as the longest input among them (`resize`).
+  The inputs of a task are computed once, at the shortest of a few lengths, and put into a slot (`admit`), or
+  are copied from a slot with the same inputs (`copy`). `step` advances all slots by one token. Slots have
+  room for the longest inputs; a step reads as much of them as the longest of its inputs needs.
 
   Attributes:
     num_slots: N, the number of slots.
     output_length: the maximum number of tokens that are generated.
-    lengths: the lengths at which inputs are computed, in ascending order.
-    slot_lengths: the lengths that slots can have.
-    total_length: T, the number of positions of the decoder.
+    lengths: the lengths of inputs for which there are programs, in ascending order.
     is_decoder: whether the model has no encoder, so that sequences begin with the inputs.
-    can_rewind: whether slots keep the arrays of all positions, so that another request can start from
+    can_rewind: whether slots keep the arrays of all positions, so that another task can start from
       them. The caches of local layers do not.
   """
 
@@ -79,274 +68,277 @@ class Programs:
     output_length: int,
     eos_id: EndIds,
     controls: decoding.Controls,
+    calls: Collection[str] = CALLS,
   ):
     """Compiles all programs.
 
     Args:
-      opened: the model.
+      opened: the model, whose decode function is beam search.
       num_slots: the number of slots.
       input_length: the maximum number of tokens of the inputs.
       output_length: the maximum number of tokens that are generated.
       eos_id: the tokens that end a sequence.
-      controls: those of all requests besides their own.
+      controls: those of all tasks besides their own.
+      calls: the methods of `call` that are compiled.
     """
-    self._model, self._partitioner = opened.model, opened.partitioner
-    self._params, self._params_axes = opened.state.params, opened.state_axes.params
-    self._step_options: dict[str, Any] = {"eos_id": eos_id, "controls": controls}
+    self._model, self._params = opened.model, opened.state.params
+    self._eos_id, self._controls = eos_id, controls
     self.num_slots, self.output_length = num_slots, output_length
     self.is_decoder = isinstance(opened.model, DecoderOnlyModel)
     longest = input_length + self.is_decoder  # A decoder's inputs follow the start token.
     # An expert has fewer slots for shorter rows.
     buckets = () if opened.model.has_experts else default_buckets(longest)[::2]
     self.lengths = (*buckets, longest)
-    self.total_length = output_length + self.is_decoder * longest
-    # The cache of a decoder has room for the longest inputs.
-    self.slot_lengths = self.lengths[-1:] if self.is_decoder else self.lengths
-    self._find_dimensions()
-    self._programs = self._compile()
+    # A decoder's sequence has room for the longest inputs.
+    self._total_length = output_length + self.is_decoder * longest
+    self._find_axes()
+    self._compile(opened, calls)
 
-  def _find_dimensions(self) -> None:
-    """Finds the dimensions of the model's arrays that are the requests' and the inputs', by their shapes."""
-    longest = self.lengths[-1]
-    shapes, more_rows, longer = (
-      jax.eval_shape(self._arrays, self._params, self.inputs([[]] * count, length))
-      for count, length in ((2, longest), (3, longest), (2, longest + 8 * (not self.is_decoder)))
+  def _find_axes(self) -> None:
+    """Finds the dimensions of the model's arrays that are the tasks' and the inputs', by their shapes."""
+    arrays, other = (
+      jax.eval_shape(self._arrays, self._params, self._batch([((), ())] * count, length))
+      for count, length in (
+        (2, self.lengths[-1]),
+        (3, self.lengths[-1] + 8 * (not self.is_decoder)),
+      )
     )
-    leaves = tree_leaves_with_path(shapes)
-    self._treedef: Any = jax.tree.structure(shapes)
-    row_axes, length_axes = (
-      [_different_axis(x, y) for (_, x), y in zip(leaves, jax.tree.leaves(other), strict=True)]
-      for other in (more_rows, longer)
-    )
-    # The positions of the slots replace the cache indices of the layers (`slots.with_index`).
-    self._is_row = [
-      axis is not None and path[-1].key not in slots.INDICES
-      for (path, _), axis in zip(leaves, row_axes, strict=True)
-    ]
-    pairs = zip(row_axes, length_axes, self._is_row, strict=True)
-    axes: Any = [(row, length) for row, length, is_row in pairs if is_row]
-    self._axes: list[tuple[int, int | None]] = axes
-    self._longest_rows, _ = self._split(shapes)
+    self._treedef: Any = jax.tree.structure(arrays)
+    leaves = tree_leaves_with_path(arrays)
+    # For each array the dimension of the tasks, None for arrays that all tasks share, and that of the
+    # inputs, None for arrays that do not have it.
+    self._axes: list[tuple[int | None, int | None]] = []
+    for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
+      changes = enumerate(zip(x.shape, y.shape, strict=True))
+      kinds = {(a, b) == (2, 3): axis for axis, (a, b) in changes if a != b}
+      # The positions of the slots replace the cache indices of the layers (`slots.with_index`).
+      is_index = path[-1].key in slots.INDICES
+      self._axes.append((None if is_index else kinds.get(True), kinds.get(False)))
     caches = [x for path, x in leaves if path[-1].key == "cached_value"]
-    self.can_rewind = not self.is_decoder or all(x.shape[-2] == self.total_length for x in caches)
+    self.can_rewind = not self.is_decoder or all(x.shape[-2] == self._total_length for x in caches)
 
-  def inputs(self, rows: Sequence[Sequence[int]], length: int) -> dict[str, np.ndarray]:
-    """Returns a batch of the model with the tokens of each row, which are at most `length`."""
-    pad_id = self._model.pad_id
+  def _batch(
+    self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int
+  ) -> dict[str, np.ndarray]:
+    """Returns a batch of the model with inputs of at most `length` tokens, and targets."""
+    pad_id, total = self._model.pad_id, self._total_length
+    inputs, targets = zip(*rows, strict=True)
     if not self.is_decoder:
-      targets = np.full((len(rows), self.total_length), pad_id, np.int32)
-      inputs = padded(rows, length, pad_id)
-      return {"encoder_input_tokens": inputs, "decoder_input_tokens": targets}
-    is_input = np.arange(length)[None] < np.array([[len(row)] for row in rows])
-    inputs = padded(rows, self.total_length, pad_id)
-    return {"decoder_input_tokens": inputs, "decoder_causal_attention": is_input.astype(np.int32)}
+      return {
+        "encoder_input_tokens": padded(inputs, length, pad_id),
+        "decoder_input_tokens": padded([(pad_id, *x[:-1]) for x in targets], total, pad_id),
+        "decoder_target_tokens": padded(targets, total, pad_id),
+      }
+    tokens = padded([(*x, *y) for x, y in rows], total + 1, pad_id)
+    is_input = np.arange(length)[None] < np.array([[len(x)] for x in inputs])
+    return {
+      "decoder_input_tokens": tokens[:, :-1],
+      "decoder_target_tokens": tokens[:, 1:],
+      "decoder_causal_attention": is_input.astype(np.int32),
+    }
 
   def _arrays(self, params: PyTree, batch: Any) -> dict[str, PyTree]:
     start = self._model.start_decoding(params, batch)
-    precomputed = self._model.precompute(params, start)
-    return {"cache": start.cache, "context": start.context, "precomputed": precomputed}
+    return {"cache": start.cache, "others": self._model.step_arrays(params, start)}
 
-  def _split(self, arrays: PyTree) -> tuple[Rows, Rows]:
-    """Returns the arrays that have a dimension for the requests, and the others."""
-    pairs = list(zip(jax.tree.leaves(arrays), self._is_row, strict=True))
-    return [x for x, is_row in pairs if is_row], [x for x, is_row in pairs if not is_row]
-
-  def _join(self, rows: Rows, shared: Rows) -> PyTree:
-    """Returns the tree of arrays that `_split` has split."""
-    kinds = (iter(shared), iter(rows))
-    return self._treedef.unflatten([next(kinds[is_row]) for is_row in self._is_row])
-
-  def _resized(self, rows: Rows, change: int) -> Rows:
-    """Returns rows of inputs that are longer, or shorter, by `change` positions of padding."""
-    resized = []
-    for x, (_, axis) in zip(rows, self._axes, strict=True):
-      if axis is not None:
-        pads = [(0, change if n == axis else 0, 0) for n in range(x.ndim)]
-        x = jax.lax.pad(x, jnp.asarray(self._model.pad_id, x.dtype), pads)
-      resized.append(x)
-    return resized
-
-  def _prefill(self, length: int, params: PyTree, batch: Any) -> Rows:
-    rows, _ = self._split(self._arrays(params, batch))
-    return self._resized(rows, self.lengths[-1] - length)
-
-  def _insert(self, length: int, state: SlotState, rows: Rows, new: Admission) -> SlotState:
-    rows = self._resized(rows, length - self.lengths[-1])
-    put = lambda x, y, axis=0: x.at[(*[slice(None)] * axis, new.slots)].set(y, mode="drop")  # noqa: E731
-    pairs = zip(state.rows, rows, self._axes, strict=True)
+  def _new(self, tasks: Sequence[Task]) -> SlotState:
+    """Returns the state of tasks that begin, without the model's arrays."""
+    prefixes = [task.inputs if self.is_decoder else () for task in tasks]
+    start = np.array([max(len(prefix), 1) for prefix in prefixes], np.int32)
+    most = np.array([task.max_tokens for task in tasks], np.int32)
+    stack = lambda default, *own: np.array(own, default.dtype)  # noqa: E731
     return SlotState(
-      tokens=put(state.tokens, new.tokens),
-      position=put(state.position, new.position),
-      start=put(state.start, new.start),
-      end=put(state.end, new.end),
-      controls=jax.tree.map(put, state.controls, new.controls),
-      is_running=put(state.is_running, True),
-      rows=[put(x, y, axis) for x, y, (axis, _) in pairs],
+      tokens=padded(prefixes, self._total_length + 1, self._model.pad_id),
+      position=start - 1,
+      start=start,
+      end=np.minimum(start + most, self._total_length + 1),
+      controls=jax.tree.map(stack, SlotControls(), *(task.controls for task in tasks)),
+      is_running=np.ones(len(tasks), bool),
     )
 
-  def _copy(self, length: int, state: SlotState, source_B: jax.Array, new: Admission) -> SlotState:
-    rows = [
-      jnp.take(x, source_B, axis) for x, (axis, _) in zip(state.rows, self._axes, strict=True)
-    ]
-    return self._insert(length, state, self._resized(rows, self.lengths[-1] - length), new)
+  def _empty(self, params: PyTree) -> SlotState:
+    """Returns slots without tasks."""
+    arrays = jax.tree.leaves(self._arrays(params, self._batch([((), ())], self.lengths[-1])))
+    for index, (axis, _) in enumerate(self._axes):
+      if axis is not None:
+        shape = list(arrays[index].shape)
+        shape[axis] = self.num_slots
+        arrays[index] = jnp.zeros(shape, arrays[index].dtype)
+    new = jax.tree.map(jnp.asarray, self._new([_NO_TASK] * self.num_slots))
+    return new.replace(is_running=jnp.zeros(self.num_slots, bool), arrays=arrays)
 
-  def _resize(self, change: int, state: SlotState) -> SlotState:
-    return state.replace(rows=self._resized(state.rows, change))
+  def _put(
+    self, state: SlotState, slots_B: jax.Array, new: SlotState, arrays: Sequence[jax.Array]
+  ) -> SlotState:
+    """Returns slots with the state and the arrays of new tasks."""
+
+    def put(x: jax.Array, y: jax.Array, axis: int = 0) -> jax.Array:
+      return x.at[(*[slice(None)] * axis, slots_B)].set(y, mode="drop")
+
+    def put_array(
+      x: jax.Array, y: jax.Array, axis: int | None, length_axis: int | None
+    ) -> jax.Array:
+      if axis is None:
+        return x
+      if length_axis is not None:
+        missing = x.shape[length_axis] - y.shape[length_axis]
+        widths = [(0, missing * (n == length_axis)) for n in range(y.ndim)]
+        y = jnp.pad(y, widths, constant_values=self._model.pad_id)
+      return put(x, y, axis)
+
+    fields = jax.tree.map(put, state.replace(arrays=()), new)
+    triples = zip(state.arrays, arrays, self._axes, strict=True)
+    return fields.replace(arrays=[put_array(x, y, *axes) for x, y, axes in triples])
+
+  def _admit(
+    self, state: SlotState, params: PyTree, batch: Any, slots_B: jax.Array, new: SlotState
+  ) -> SlotState:
+    return self._put(state, slots_B, new, jax.tree.leaves(self._arrays(params, batch)))
+
+  def _copy(
+    self, state: SlotState, source_1: jax.Array, slots_1: jax.Array, new: SlotState
+  ) -> SlotState:
+    pairs = zip(state.arrays, self._axes, strict=True)
+    arrays = [x if axis is None else jnp.take(x, source_1, axis) for x, (axis, _) in pairs]
+    return self._put(state, slots_1, new, arrays)
 
   def _step(
-    self, state: SlotState, params: PyTree, shared: Rows, is_kept_N: jax.Array
+    self, length: int, state: SlotState, params: PyTree, is_kept_N: jax.Array
   ) -> tuple[SlotState, StepOutput]:
-    arrays = self._join(state.rows, shared)
+    unread, read = self.lengths[-1] - length, list(state.arrays)
+    for index, (_, axis) in enumerate(self._axes):
+      if axis is not None:
+        x = read[index]
+        read[index] = jax.lax.slice_in_dim(x, 0, x.shape[axis] - unread, axis=axis)
+    arrays = self._treedef.unflatten(read)
     has_layers = bool(getattr(self._model.module, "scan_layers", False))
     cache = slots.with_index(arrays["cache"], state.position, has_layers)
     next_logits = functools.partial(
-      self._model.next_logits,
-      params,
-      length=self.total_length,
-      context=arrays["context"],
-      precomputed=arrays["precomputed"],
+      self._model.next_logits, params, self._total_length, arrays["others"]
     )
-    options = self._step_options
-    state, cache, output = slots.step(state, is_kept_N, next_logits, cache, **options)
-    rows, _ = self._split({**arrays, "cache": cache})
-    return state.replace(rows=rows), output
-
-  def _rows_shape(self, count: int, length: int) -> Rows:
-    """Returns the shapes of the arrays of some requests with inputs of this length."""
-    rows: Any = []
-    for x, (row_axis, length_axis) in zip(self._longest_rows, self._axes, strict=True):
-      shape = list(x.shape)
-      shape[row_axis] = count
-      if length_axis is not None:
-        shape[length_axis] += length - self.lengths[-1]
-      rows.append(jax.ShapeDtypeStruct(tuple(shape), x.dtype))
-    return rows
-
-  def _state_shape(self, length: int) -> SlotState:
-    """Returns the shapes of slots for inputs of this length."""
-    count = self.num_slots
-    new = self.admission([NO_SLOT] * count, [[]] * count, [], [])
-    _, *fields = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), new)
-    is_running = jax.ShapeDtypeStruct((count,), bool)
-    state: Any = (*fields, is_running, self._rows_shape(count, length))
-    return SlotState(*state)
-
-  def _compile(self) -> dict[Any, Callable[..., Any]]:
-    """Returns the compiled programs, by name, length and number of requests."""
-    partition, params, every = self._partitioner.partition, self._params, PartitionSpec()
-    is_split = self.num_slots % self._partitioner.data_mesh_size == 0
-    data = self._partitioner.data_partition_spec if is_split else every
-    rows_axes = [PartitionSpec(*([None] * axis), *data) for axis, _ in self._axes]
-    fields: Any = (*[data] * 6, rows_axes)
-    state_axes = SlotState(*fields)
-    states = {length: self._state_shape(length) for length in self.slot_lengths}
-    with_params = (self._params_axes, every)
-    get_shared = partition(
-      lambda params, batch: self._split(self._arrays(params, batch))[1], with_params, every
+    shared: Any = (self._eos_id, self._controls)
+    new, cache, output = slots.step(state, is_kept_N, next_logits, cache, *shared)
+    # A step writes only arrays that all lengths share.
+    written = zip(
+      state.arrays, jax.tree.leaves({**arrays, "cache": cache}), self._axes, strict=True
     )
-    self._shared = get_shared(params, self.inputs([[]], self.lengths[0]))
-    shortest = states[self.slot_lengths[0]]
-    zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shortest)  # noqa: E731
-    self.empty_state: Callable[[], SlotState] = partition(zeros, (), state_axes)
-    # A function, the axes of its arguments and results, and the shapes of its arguments.
-    programs: dict[Any, tuple[Any, Any, Any, tuple[Any, ...]]] = {}
-    news = {n: self.admission([NO_SLOT] * n, [[]] * n, [], []) for n in BATCH_SIZES}
-    for length, count in itertools.product(self.lengths, BATCH_SIZES):
-      prefill, batch = functools.partial(self._prefill, length), self.inputs([[]] * count, length)
-      programs["prefill", length, count] = prefill, with_params, every, (params, batch)
-    three = (state_axes, every, every)
-    for length, state in states.items():
-      for count, new in news.items():
-        insert: Any = functools.partial(self._insert, length)
-        rows = self._rows_shape(count, self.lengths[-1])
-        programs["insert", length, count] = insert, three, state_axes, (state, rows, new)
-      copy, source = functools.partial(self._copy, length), np.zeros(1, np.int32)
-      programs["copy", length] = copy, three, state_axes, (state, source, news[1])
-      arguments = (state, params, self._shared, np.ones(self.num_slots, bool))
-      axes = (state_axes, self._params_axes, every, every)
-      programs["step", length] = self._step, axes, (state_axes, every), arguments
-    for pair in itertools.pairwise(self.slot_lengths):
-      for before, after in (pair, pair[::-1]):
-        resize = functools.partial(self._resize, after - before)
-        programs["resize", before, after] = resize, (state_axes,), state_axes, (states[before],)
+    kept = [x if axes[0] is None or axes[1] is not None else y for x, y, axes in written]
+    return new.replace(arrays=kept), output
 
-    def compiled(program: tuple[Any, Any, Any, tuple[Any, ...]]) -> Callable[..., Any]:
-      fn, in_axes, out_axes, arguments = program
-      # Slots of another length do not fit into the memory of those before.
-      donated = 0 if isinstance(arguments[0], SlotState) and len(arguments) > 1 else ()
-      return partition(fn, in_axes, out_axes, donate_argnums=donated).compile(*arguments)
+  def _beams(self, params: PyTree, batch: Any) -> tuple[jax.Array, jax.Array]:
+    limits = {"eos_id": self._eos_id, "max_decode_step": self.output_length}
+    options: Any = {"num_decodes": NUM_BEAMS, "return_all_decodes": True, "decoder_params": limits}
+    decodes, aux = self._model.predict_batch_with_aux(params, batch, **options)
+    return decodes, aux["scores"]
 
+  def _score(self, params: PyTree, batch: Any) -> jax.Array:
+    if self.is_decoder:
+      name = "decoder_causal_attention"
+      missing = self._total_length - batch[name].shape[1]
+      batch = {**batch, name: jnp.pad(batch[name], ((0, 0), (0, missing)))}
+    _, intermediates = self._model.score_batch(params, batch, return_intermediates=True)
+    scores_BT: jax.Array = intermediates["decoder"]["token_scores"][0]
+    return scores_BT
+
+  def _compile(self, opened: OpenedModel, calls: Collection[str]) -> None:
+    partitioner, params, every = opened.partitioner, self._params, PartitionSpec()
+    is_split = self.num_slots % partitioner.data_mesh_size == 0
+    data: Any = partitioner.data_partition_spec if is_split else every
+    axes = [every if n is None else PartitionSpec(*([None] * n), *data) for n, _ in self._axes]
+    of_state = SlotState(data, data, data, data, data, data, axes)
+    of_params = opened.state_axes.params
+    self._state: SlotState = partitioner.partition(self._empty, (of_params,), of_state)(params)
+    programs: dict[Any, Callable[[], Any]] = {}
+
+    def add(key: Any, fn: Callable[..., Any], in_axes: Any, out_axes: Any, *arguments: Any) -> None:
+      donated = 0 if isinstance(arguments[0], SlotState) else ()
+      partitioned = partitioner.partition(fn, in_axes, out_axes, donate_argnums=donated)
+      programs[key] = functools.partial(partitioned.compile, *arguments)
+
+    def batch(count: int, length: int) -> dict[str, np.ndarray]:
+      return self._batch([((), ())] * count, length)
+
+    slot, is_kept = np.zeros(1, np.int32), np.ones(self.num_slots, bool)
+    copied = (self._state, slot, slot, self._new([_NO_TASK]))
+    add("copy", self._copy, (of_state, every, every, every), of_state, *copied)
+    with_params, model = (of_state, of_params, every), self._model
+    calls_of = {"beams": self._beams, "score": self._score}
+    if not self.is_decoder:
+      encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)
+      calls_of |= {"attention": model.cross_attention, "embed": encoder.embed_batch}
+    for length in self.lengths:
+      for count in BATCH_SIZES:
+        new = (batch(count, length), np.zeros(count, np.int32), self._new([_NO_TASK] * count))
+        admit = (self._admit, (*with_params, every, every), of_state)
+        add(("admit", length, count), *admit, self._state, params, *new)
+      if length == self.lengths[-1] or not self.is_decoder:
+        step = functools.partial(self._step, length)
+        add(("step", length), step, with_params, (of_state, every), self._state, params, is_kept)
+      for name in calls_of.keys() & {*calls}:
+        given = (params, batch(BATCH_SIZES[-1], length))
+        add((name, length), calls_of[name], (of_params, every), every, *given)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-      return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
-
-  def admission(
-    self,
-    slots: Sequence[int],
-    prefixes: Sequence[Sequence[int]],
-    max_tokens: Sequence[int],
-    controls: Sequence[Mapping[str, Any]],
-  ) -> Admission:
-    """Returns requests that join slots.
-
-    Args:
-      slots: the slot of each.
-      prefixes: the tokens that the sequence of each begins with; none stands for a start token.
-      max_tokens: the maximum number of tokens to generate; as many as fit for those that are missing.
-      controls: those of each that differ from the defaults; the defaults for those that are missing.
-    """
-    count = len(slots)
-    tokens = padded(prefixes, self.total_length + 1, self._model.pad_id)
-    start = np.array([max(len(prefix), 1) for prefix in prefixes], np.int32)
-    most = np.full(count, self.total_length, np.int32)
-    most[: len(max_tokens)] = max_tokens
-    fields = dataclasses.fields(SlotControls)
-    own = {field.name: np.full(count, field.default) for field in fields}
-    for row, given in enumerate(controls):
-      for name, value in given.items():
-        own[name][row] = value
-    end = np.minimum(start + most, self.total_length + 1)
-    slot = np.array(slots, np.int32)
-    return Admission(slot, tokens, start - 1, start, end, SlotControls(**own))
-
-  def prefill(self, inputs: Sequence[Sequence[int]]) -> Rows:
-    """Returns the arrays of some requests, at most `BATCH_SIZES[-1]`.
-
-    Args:
-      inputs: the tokens of the inputs of each; with a decoder, those that sequences begin with.
-    """
-    count = next(n for n in BATCH_SIZES if n >= len(inputs))
-    length = self.length_of(max(map(len, inputs)))
-    rows = [*inputs, *[inputs[0]] * (count - len(inputs))]
-    return self._programs["prefill", length, count](self._params, self.inputs(rows, length))
+      compiled = pool.map(lambda compile: compile(), programs.values())
+      self._compiled = dict(zip(programs, compiled, strict=True))
 
   def length_of(self, num_tokens: int) -> int:
     """Returns the shortest length of inputs that have so many tokens."""
     return next(length for length in self.lengths if length >= num_tokens)
 
-  def insert(self, state: SlotState, length: int, rows: Rows, new: Admission) -> SlotState:
-    """Returns slots of this length with the arrays of new requests."""
-    return self._programs["insert", length, len(new.slots)](state, rows, new)
+  def admit(self, tasks: Mapping[int, Task]) -> None:
+    """Puts tasks, at most `BATCH_SIZES[-1]`, into slots, after their inputs are computed."""
+    count = next(n for n in BATCH_SIZES if n >= len(tasks))
+    length = self.length_of(max(len(task.inputs) for task in tasks.values()))
+    filled = [*tasks.values(), *[_NO_TASK] * (count - len(tasks))]
+    slots_B = np.array([*tasks, *[_NO_SLOT] * (count - len(tasks))], np.int32)
+    batch = self._batch([(task.inputs, ()) for task in filled], length)
+    program = self._compiled["admit", length, count]
+    self._state = program(self._state, self._params, batch, slots_B, self._new(filled))
 
-  def copy(self, state: SlotState, length: int, source: int, new: Admission) -> SlotState:
-    """Returns slots of this length with a new request, whose arrays are those of the slot `source`."""
-    return self._programs["copy", length](state, np.array([source], np.int32), new)
+  def copy(self, slot: int, task: Task, source: int, position: int) -> None:
+    """Puts a task into a slot, with the arrays of another slot.
 
-  def resize(self, state: SlotState, before: int, after: int) -> SlotState:
-    """Returns slots of another length."""
-    first, last = self.lengths.index(before), self.lengths.index(after)
-    way = self.lengths[min(first, last) : max(first, last) + 1][:: 1 if first <= last else -1]
-    for pair in itertools.pairwise(way):
-      state = self._programs["resize", *pair](state)
-    return state
+    Args:
+      slot: the slot.
+      task: the task.
+      source: the slot that has the arrays of the task's inputs.
+      position: the position from which these are computed again, one in a step; 0 with an encoder.
+    """
+    new = self._new([task]).replace(position=np.array([position], np.int32))
+    one = (np.array([source], np.int32), np.array([slot], np.int32))
+    self._state = self._compiled["copy"](self._state, *one, new)
 
-  def step(
-    self, state: SlotState, length: int, is_kept: np.ndarray
-  ) -> tuple[SlotState, StepOutput]:
-    """Returns slots of this length after one step, and its output; `is_kept` [N] as in `slots.step`."""
-    result: tuple[SlotState, StepOutput] = self._programs["step", length](
-      state, self._params, self._shared, is_kept
-    )
-    return result
+  def step(self, longest: int, is_kept: np.ndarray) -> StepOutput:
+    """Advances all slots by one token, and returns what `slots.step` reports.
+
+    Args:
+      longest: the number of tokens of the longest inputs in a slot.
+      is_kept: [N] see `slots.step`.
+    """
+    length = self.lengths[-1] if self.is_decoder else self.length_of(longest)
+    program = self._compiled["step", length]
+    self._state, output = program(self._state, self._params, is_kept)
+    for x in output:
+      x.copy_to_host_async()
+    found: StepOutput = output
+    return found
+
+  def call(self, name: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
+    """Returns a result for each pair of inputs and targets, of which there are at most `BATCH_SIZES[-1]`.
+
+    Args:
+      name: "beams" for decodes [NUM_BEAMS, T] and their scores, the best last; "score" for the log
+        probability of each target; "attention" for `EncoderDecoderModel.cross_attention`; "embed" for the
+        mean of the encoder's outputs.
+      rows: the inputs and the targets.
+    """
+    length = self.length_of(max(len(inputs) for inputs, _ in rows))
+    batch = self._batch([*rows, *[rows[0]] * (BATCH_SIZES[-1] - len(rows))], length)
+    results = jax.device_get(self._compiled[name, length](self._params, batch))
+    return [jax.tree.map(lambda x, n=n: x[n], results) for n in range(len(rows))]
+
+
+_NO_TASK = Task((), 1, SlotControls())
 
 
 def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> np.ndarray:
@@ -355,8 +347,3 @@ def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> np.ndarra
   for target, row in zip(array, rows, strict=True):
     target[: len(row)] = row
   return array
-
-
-def _different_axis(x: Any, y: Any) -> int | None:
-  """Returns the dimension in which two shapes differ; None for equal shapes."""
-  return next((n for n, (a, b) in enumerate(zip(x.shape, y.shape)) if a != b), None)  # noqa: B905

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rosetta_t5 import decoding
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.inference.chat_prompts import ChatPrompts
 from rosetta_t5.models import EncoderDecoderModel
-from rosetta_t5.serving.batches import CALLS, BatchPrograms
+from rosetta_t5.models.base_model import set_decode_fn
 from rosetta_t5.serving.engine import Engine, NewToken, Request
-from rosetta_t5.serving.programs import Programs
+from rosetta_t5.serving.programs import CALLS, Programs, Task
 from rosetta_t5.trained_model import OpenedModel
 
 
@@ -25,33 +31,6 @@ class RequestError(ValueError):
   def __init__(self, message: str, field: str | None = None):
     super().__init__(message)
     self.field = field
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-  """How a text is generated; see `decoding.slots.SlotControls`.
-
-  Attributes:
-    temperature: 0 takes the most probable token.
-    top_k: 0 for all tokens.
-    top_p: 1 for all tokens.
-    seed: the seed of the noise.
-    min_tokens: the minimum number of tokens before the end token.
-    repetition_penalty: 1 for none.
-    presence_penalty: 0 for none.
-    frequency_penalty: 0 for none.
-    reports_probabilities: whether tokens come with log probabilities.
-  """
-
-  temperature: float = 0.0
-  top_k: int = 0
-  top_p: float = 1.0
-  seed: int = 0
-  min_tokens: int = 0
-  repetition_penalty: float = 1.0
-  presence_penalty: float = 0.0
-  frequency_penalty: float = 0.0
-  reports_probabilities: bool = False
 
 
 class Token(NamedTuple):
@@ -92,7 +71,7 @@ class ServedModel:
     controls: decoding.Controls,
     calls: Collection[str] = CALLS,
   ):
-    """Describes the model; `start` compiles it.
+    """Describes the model; `compile` and then `start` make it answer.
 
     Args:
       name: its name in requests.
@@ -101,40 +80,39 @@ class ServedModel:
       num_slots: how many requests are computed together.
       max_waiting: how many requests may wait.
       controls: those of all requests besides their own.
-      calls: which of "beams", "score" and "embed" are compiled.
+      calls: which of `CALLS` are compiled.
     """
-    self.name, self._opened, self._model = name, opened, opened.model
-    self._num_slots, self._max_waiting = num_slots, max_waiting
-    self._controls, self._calls = controls, calls
+    self.name, self._max_waiting, self._model = name, max_waiting, opened.model
     self.input_length, self.output_length = lengths["inputs"], lengths["targets"]
     self.has_encoder = isinstance(self._model, EncoderDecoderModel)
     self._vocabulary = self._model.output_vocabulary
     feature = input_feature(self._model.input_vocabulary, "inputs" in opened.lengths)
     self._inputs_vocabulary, self._inputs_end = feature.vocabulary, feature.add_eos
-    try:
-      self._chat: ChatPrompts | None = ChatPrompts(self._model)
-    except (AttributeError, ValueError):
-      self._chat = None
+    self._chat: ChatPrompts | None = None
+    with contextlib.suppress(AttributeError, ValueError):
+      self._chat = ChatPrompts(self._model)
     self.has_chat = self._chat is not None
     ends = sorted(getattr(self._vocabulary, "end_ids", {self._vocabulary.eos_id or 1}))
     self._ends = tuple(self._chat.decoding["decoder_params"]["eos_id"] if self._chat else ends)
+    opened = dataclasses.replace(opened, model=_with_beam_search(self._model, controls))
+    limits = (num_slots, self.input_length, self.output_length)
+    self._make_programs = functools.partial(Programs, opened, *limits, self._ends, controls, calls)
+
+  def compile(self) -> None:
+    """Compiles all programs."""
+    self._programs = self._make_programs()
 
   def start(self) -> None:
-    """Compiles the model and starts its thread; called in the event loop."""
-    lengths = (self.input_length, self.output_length)
-    self._programs = Programs(self._opened, self._num_slots, *lengths, self._ends, self._controls)
-    options = (self._ends, self._controls, self._calls)
-    self._batches = BatchPrograms(self._opened, self._programs, *options)
-    loop = asyncio.get_running_loop()
-    self._engine = Engine(self._programs, self._max_waiting, loop)
+    """Begins to answer; called in the event loop."""
+    self._engine = Engine(self._programs, self._max_waiting)
 
-  def stop(self) -> None:
-    """Cancels all requests and ends the thread."""
-    self._engine.stop()
+  async def stop(self) -> None:
+    """Ends all requests."""
+    await self._engine.stop()
 
   @property
   def error(self) -> BaseException | None:
-    """What ended the model's thread, if it has failed."""
+    """What has ended the model, if it has failed."""
     return self._engine.error
 
   def statistics(self) -> dict[str, float]:
@@ -150,15 +128,11 @@ class ServedModel:
     vocabulary = self._inputs_vocabulary
     if isinstance(prompt, str):
       tokens = [*getattr(vocabulary, "begin_ids", []), *vocabulary.encode(prompt)]
-      tokens += [vocabulary.eos_id] * self._inputs_end
-    else:
-      tokens = list(prompt)
-      if unknown := [token for token in tokens if not 0 <= token < vocabulary.vocab_size]:
-        raise RequestError(
-          f"{field} has token {unknown[0]}, but tokens are between 0 and {vocabulary.vocab_size - 1}",
-          field,
-        )
-    return self._checked(tokens, field)
+      return self._checked([*tokens, *[vocabulary.eos_id] * self._inputs_end], field)
+    if unknown := [token for token in prompt if not 0 <= token < vocabulary.vocab_size]:
+      expected = f"tokens are between 0 and {vocabulary.vocab_size - 1}"
+      raise RequestError(f"{field} has token {unknown[0]}, but {expected}", field)
+    return self._checked(list(prompt), field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the tokens of a conversation.
@@ -174,6 +148,18 @@ class ServedModel:
       raise RequestError(str(error), "messages") from error
     return self._checked(list(self._inputs_vocabulary.encode(text)), "messages")
 
+  def encode_target(self, text: str) -> list[int]:
+    """Returns the tokens of a target.
+
+    Raises:
+      RequestError: there are too many.
+    """
+    tokens = [*self._vocabulary.encode(text), self._vocabulary.eos_id]
+    if len(tokens) > self.output_length:
+      expected = f"at most {self.output_length - 1} tokens, got {len(tokens) - 1}"
+      raise RequestError(f"targets must have {expected}", "targets")
+    return tokens
+
   def _checked(self, tokens: list[int], field: str) -> list[int]:
     if not tokens or len(tokens) > self.input_length:
       raise RequestError(
@@ -183,59 +169,55 @@ class ServedModel:
       )
     return tokens
 
-  def _row(self, tokens: Sequence[int]) -> tuple[int, ...]:
+  def _inputs(self, tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns the tokens that the model's inputs begin with."""
     has_start = getattr(self._inputs_vocabulary, "starts_rows", True)
     return (*([] if self.has_encoder or not has_start else [self._model.pad_id]), *tokens)
 
   async def generate(
     self,
-    tokens: Sequence[int],
+    texts: Sequence[tuple[Sequence[int], SlotControls]],
     max_tokens: int,
-    sampling: Sampling,
     stop: Sequence[str] = (),
-  ) -> AsyncIterator[Piece]:
-    """Yields the text that is generated; closing the generator frees its slot.
+  ) -> AsyncIterator[tuple[int, Piece]]:
+    """Yields the pieces of texts as they are generated, each with the index of its text.
+
+    Closing the generator frees the slots.
 
     Args:
-      tokens: the prompt.
+      texts: the tokens of each prompt, and how its text is generated.
       max_tokens: the maximum number of tokens to generate.
-      sampling: how.
-      stop: the text ends before the first of these.
+      stop: a text ends before the first of these.
 
     Raises:
       Overloaded: too many requests are waiting.
       Stopping: the server ends.
     """
-    row = self._row(tokens)
-    controls = dataclasses.asdict(sampling)
-    if min_tokens := controls.pop("min_tokens"):
-      controls["min_end"] = min_tokens + (1 if self.has_encoder else len(row))
-    request = Request(row, max_tokens, controls)
-    self._engine.submit(request)
-    text = StreamedText(self._vocabulary, stop)
+    events: asyncio.Queue[NewToken | BaseException] = asyncio.Queue()
+    requests, streams = [], [StreamedText(self._vocabulary, stop) for _ in texts]
     try:
-      reason = None
-      while reason is None:
-        events = [await request.events.get()]
-        while not request.events.empty():
-          events.append(request.events.get_nowait())
-        generated: list[Token] = []
-        for event in events:
-          if isinstance(event, BaseException):
-            raise event
-          is_end = event.id in self._ends
-          if not is_end:
-            text.tokens.append(event.id)
-          generated.append(self._token(event))
-          if event.is_last:
-            reason = "stop" if is_end else "length"
-        new, has_stopped = text.advance(is_complete=reason is not None)
-        reason = "stop" if has_stopped else reason
-        if new or generated:
-          yield Piece(new, tuple(generated), reason)
+      for index, (tokens, controls) in enumerate(texts):
+        requests.append(Request(Task(self._inputs(tokens), max_tokens, controls), events, index))
+        self._engine.submit(requests[-1])
+      running = set(range(len(texts)))
+      while running:
+        event = await events.get()
+        if isinstance(event, BaseException):
+          raise event
+        if event.request not in running:  # A stop text has ended it.
+          continue
+        is_end, text = event.id in self._ends, streams[event.request]
+        text.tokens += [event.id] * (not is_end)
+        new, has_stopped = text.advance(is_complete=event.is_last)
+        reason = None
+        if event.is_last or has_stopped:
+          reason = "stop" if is_end or has_stopped else "length"
+          requests[event.request].is_cancelled = True
+          running.discard(event.request)
+        yield event.request, Piece(new, (self._token(event),), reason)
     finally:
-      request.is_cancelled = True
+      for request in requests:
+        request.is_cancelled = True
 
   def _token(self, event: NewToken) -> Token:
     top = tuple((self._text_of(token), log_prob) for token, log_prob in event.top)
@@ -253,48 +235,50 @@ class ServedModel:
 
     Each has its score and its number of tokens.
     """
-    decodes_NT, scores_N = await self._engine.run(self._batches.beams, self._row(tokens))
+    decodes_NT, scores_N = await self._engine.call("beams", (self._inputs(tokens), ()))
     texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
     counts = (decodes_NT != self._model.pad_id).sum(axis=1).tolist()
     return list(zip(texts, map(float, scores_N), counts, strict=True))[::-1][:count]
 
-  async def score(self, pairs: Sequence[tuple[Sequence[int], str]]) -> list[list[Token]]:
-    """Returns the tokens of each target with their log probabilities.
+  async def score(self, tokens: Sequence[int], target: Sequence[int]) -> list[Token]:
+    """Returns the tokens of a target with their log probabilities, given the tokens of the inputs."""
+    inputs = self._inputs(tokens)
+    scores_T = await self._engine.call("score", (inputs, target))
+    found = scores_T[0 if self.has_encoder else len(inputs) - 1 :][: len(target)]
+    pairs = zip(target, found, strict=True)
+    return [Token(token, self._text_of(token), float(score)) for token, score in pairs]
+
+  async def attention(
+    self, tokens: Sequence[int], target: Sequence[int]
+  ) -> tuple[np.ndarray, list[str], list[str]]:
+    """Returns what the tokens of a target attend to.
 
     Args:
-      pairs: the tokens of the inputs, and the target.
+      tokens: those of the inputs.
+      target: those of the target.
 
-    Raises:
-      RequestError: a target has too many tokens.
+    Returns:
+      The weights of each layer, [L, T, S], the means over its heads; and the texts of the target's
+      tokens and of the inputs'.
     """
-    rows = []
-    for inputs, target in pairs:
-      targets = [*self._vocabulary.encode(target), self._vocabulary.eos_id]
-      if len(targets) > self.output_length:
-        raise RequestError(
-          f"targets must have at most {self.output_length - 1} tokens, got {len(targets) - 1}",
-          "targets",
-        )
-      rows.append((self._row(inputs), targets))
-    scores = await asyncio.gather(*(self._engine.run(self._batches.score, row) for row in rows))
-    return [
-      [
-        Token(token, self._text_of(token), float(score))
-        for token, score in zip(row[1], row_scores, strict=True)
-      ]
-      for row, row_scores in zip(rows, scores, strict=True)
-    ]
+    weights_LTS = await self._engine.call("attention", (tuple(tokens), target))
+    texts = [[self._text_of(token) for token in row] for row in (target, tokens)]
+    return weights_LTS[:, : len(target), : len(tokens)], texts[0], texts[1]
 
-  async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Returns the mean of the encoder's outputs for the tokens of each prompt.
+  async def embed(self, tokens: Sequence[int]) -> list[float]:
+    """Returns the mean of the encoder's outputs for the tokens of a prompt."""
+    vector: list[float] = (await self._engine.call("embed", (tuple(tokens), ()))).tolist()
+    return vector
 
-    Raises:
-      RequestError: the model has no encoder.
-    """
-    if not self.has_encoder:
-      raise RequestError(f"model {self.name} has no encoder, so it makes no embeddings", "model")
-    runs = (self._engine.run(self._batches.embed, tuple(tokens)) for tokens in prompts)
-    return [vector.tolist() for vector in await asyncio.gather(*runs)]
+
+def _with_beam_search(model: Any, controls: decoding.Controls) -> Any:
+  """Returns a copy of a model that decodes by beam search, with the arguments of its own if it does already."""
+  changed = copy.copy(model)
+  decode_fn = getattr(model.decode_fn, "func", model.decode_fn)  # of a partial
+  searches = inspect.unwrap(decode_fn) is inspect.unwrap(decoding.beam_search)
+  options = {name: x for name, x in controls._asdict().items() if name != "pad_id"}
+  set_decode_fn(changed, model.decode_fn if searches else decoding.beam_search, **options)
+  return changed
 
 
 class StreamedText:

@@ -9,15 +9,17 @@ import socket
 import time
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from starlette.testclient import TestClient
 
 from rosetta_t5 import cli
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving.app import Application
 from rosetta_t5.serving.endpoints import Limits
 from rosetta_t5.serving.engine import Overloaded
-from rosetta_t5.serving.served_model import Piece, RequestError, Sampling, Token
+from rosetta_t5.serving.served_model import Piece, RequestError, Token
 
 LIMITS = Limits(body_bytes=10_000, timeout_s=5, requests=20, texts=20)
 
@@ -39,22 +41,26 @@ class LetterModel:
   def encode_chat(self, messages):
     return self.encode("".join(f"[{m['role']}]{m['content']}" for m in messages), "messages")
 
-  async def generate(self, tokens, max_tokens, sampling, stop=()):
-    text = "".join(map(chr, tokens)).upper()
-    self.asked.append((text, max_tokens, sampling, tuple(stop)))
-    if "FULL" in text:
+  def encode_target(self, text):
+    return self.encode(text, "targets")
+
+  async def generate(self, texts, max_tokens, stop=()):
+    texts = [("".join(map(chr, tokens)).upper(), controls) for tokens, controls in texts]
+    self.asked += [(text, max_tokens, controls, tuple(stop)) for text, controls in texts]
+    if any("FULL" in text for text, _ in texts):
       raise Overloaded(8, 3)
     self.open += 1
     await asyncio.sleep(0)
     try:
-      for index, letter in enumerate(text[:max_tokens]):
-        if "WAIT" in text and index:
-          await asyncio.sleep(60)
-        if "FAIL" in text and index == 2 * ("LATE" in text):
-          self.error = RuntimeError("the device is lost")
-          raise self.error
-        yield Piece(letter, (_token(letter),), None)
-      yield Piece("", (), "stop" if len(text) < max_tokens else "length")
+      for index, (text, _) in enumerate(texts):
+        for place, letter in enumerate(text[:max_tokens]):
+          if "WAIT" in text and place:
+            await asyncio.sleep(60)
+          if "FAIL" in text and place == 2 * ("LATE" in text):
+            self.error = RuntimeError("the device is lost")
+            raise self.error
+          yield index, Piece(letter, (_token(letter),), None)
+        yield index, Piece("", (), "stop" if len(text) < max_tokens else "length")
     finally:
       self.open -= 1
 
@@ -62,12 +68,17 @@ class LetterModel:
     text = "".join(map(chr, tokens))
     return [(text + "!" * n, -float(n), len(text) + n) for n in range(count)]
 
-  async def score(self, pairs):
-    return [[_token(letter) for letter in target] for _, target in pairs]
+  async def score(self, tokens, target):
+    return [_token(chr(token)) for token in target]
 
-  async def embed(self, prompts):
-    await asyncio.sleep(60 * (ord("W") in prompts[0]))
-    return [[len(prompt), 0.5] for prompt in prompts]
+  async def attention(self, tokens, target):
+    weights = np.full((2, len(target), len(tokens)), 1 / len(tokens))
+    weights[1] = np.eye(len(tokens))[0]
+    return weights, [*map(chr, target)], [*map(chr, tokens)]
+
+  async def embed(self, tokens):
+    await asyncio.sleep(60 * (ord("W") in tokens))
+    return [len(tokens), 0.5]
 
   def statistics(self):
     return {"requests_running": self.open, "tokens_generated_total": 7}
@@ -75,7 +86,7 @@ class LetterModel:
   def start(self):
     pass
 
-  def stop(self):
+  async def stop(self):
     pass
 
 
@@ -140,15 +151,15 @@ def test_the_controls_of_a_request_reach_the_model(ai, model):
   }
   more = {"top_k": 5, "min_tokens": 2, "repetition_penalty": 1.5}
   ai.completions.create(model="letters", prompt="a", n=2, stop="x", extra_body=more, **controls)
-  expected = Sampling(**controls, **more)
+  expected = SlotControls(**controls, **more, reports_probabilities=False)
   (_, length, first, stop), (_, _, second, _) = model.asked
   assert (length, first, stop) == (30, expected, ("x",))
-  assert second == Sampling(**{**controls, "seed": 4}, **more)
+  assert second == expected.replace(seed=4)
   del model.asked[:]
   for _ in range(2):
     ai.completions.create(model="letters", prompt="a", stop=["x", "yz"])
   assert model.asked[0][3] == ("x", "yz")
-  seeds = {sampling.seed for *_, sampling, _ in model.asked}
+  seeds = {controls.seed for *_, controls, _ in model.asked}
   assert len(seeds) == 2  # drawn at random
 
 
@@ -251,7 +262,7 @@ def test_fields_with_neutral_values_are_accepted(client):
   assert client.post("/v1/completions", json={"prompt": "a", **neutral}).status_code == 200
   neutral = {
     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
-    "store": False, "service_tier": "auto", "metadata": {}, "parallel_tool_calls": True, "logprobs": False,
+    "store": False, "metadata": {}, "parallel_tool_calls": True, "logprobs": False,
     "functions": None, "max_tokens": 9, "max_completion_tokens": 9,
   }  # fmt: skip
   messages = [{"role": "user", "content": "a", "refusal": None, "tool_calls": []}]
@@ -283,7 +294,8 @@ def test_fields_with_neutral_values_are_accepted(client):
       'left out or {}, because this server does not have it, got {"5": 100}',
     ),
     ("completions", "echo", True, "left out or false"),
-    ("completions", "best_of", 2, "1, like n, got 2"),
+    ("completions", "best_of", 2, "left out or 1"),
+    ("completions", "service_tier", "auto", "must be left out"),
     ("completions", "logprobs", 6, "from 0 to 5"),
     ("completions", "stop", ["a", "b", "c", "d", "e"], "at most 4 texts"),
     ("completions", "stream_options", {"include_usage": True}, "left out without stream"),
@@ -341,6 +353,7 @@ def test_beam_search_refuses_what_it_does_not_have(client):
     "logprobs": 1,
     "n": 5,
     "max_tokens": 4,
+    "seed": 0,
   }.items():
     given = {"prompt": "a", "use_beam_search": True, field: value}
     assert error_of(client.post("/v1/completions", json=given), 400)["param"] == field
@@ -405,15 +418,14 @@ def test_an_answer_that_takes_too_long_is_given_up():
   app = Application({"letters": model}, LIMITS._replace(timeout_s=0.1))
   with TestClient(app) as client:
     response = client.post("/v1/completions", json={"prompt": "wait"})
-    assert "--timeout_s" in error_of(response, 503)["message"]
-    assert response.headers["retry-after"]
+    assert "--timeout_s" in error_of(response, 504)["message"]
     stream = client.post("/v1/completions", json={"prompt": "wait", "stream": True}).text
     events = [line.removeprefix("data: ") for line in stream.split("\n\n")]
     assert json.loads(events[0])["choices"][0]["text"] == "W"
     assert "--timeout_s" in json.loads(events[1])["error"]["message"]
     assert events[2] == "[DONE]"
     response = client.post("/v1/embeddings", json={"input": "W"})
-    assert "--timeout_s" in error_of(response, 503)["message"]
+    assert "--timeout_s" in error_of(response, 504)["message"]
     deadline = time.monotonic() + 5
     while model.open and time.monotonic() < deadline:
       time.sleep(0.01)

@@ -22,10 +22,12 @@ from tiny_models import (
 )
 
 from rosetta_t5 import decoding
+from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.serving import Overloaded, RequestError, Sampling, ServedModel, Stopping
+from rosetta_t5.serving import Overloaded, RequestError, ServedModel, Stopping
+from rosetta_t5.serving.programs import CALLS
 from rosetta_t5.serving.served_model import StreamedText
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
@@ -81,9 +83,10 @@ def serve() -> Any:
   def run(make: Callable[[ServedModel], Any], name: str = "T5") -> Any:
     async def start() -> ServedModel:
       if name not in served:
-        lengths, calls = lengths_of(name), ("beams", "score", "embed") if name == "T5" else ()
+        lengths, calls = lengths_of(name), CALLS if name == "T5" else ()
         options = (NUM_SLOTS, 40, decoding.Controls(), calls)
         model = ServedModel(name, open_model(name), lengths, *options)
+        model.compile()
         model.start()
         served[name] = model
       return served[name]
@@ -95,16 +98,16 @@ def serve() -> Any:
 
   yield run
   for model in served.values():
-    model.stop()
+    loop.run_until_complete(model.stop())
   loop.close()
 
 
 async def generate(
-  model: ServedModel, tokens: Sequence[int], count: int, **sampling: Any
+  model: ServedModel, tokens: Sequence[int], count: int, **controls: Any
 ) -> list[int]:
   """Returns the tokens that a request generates."""
-  pieces = model.generate(tokens, count, Sampling(**sampling))
-  return [token.id async for piece in pieces for token in piece.tokens]
+  pieces = model.generate([(tokens, SlotControls(**controls))], count)
+  return [token.id async for _, piece in pieces for token in piece.tokens]
 
 
 def prompts(count: int, seed: int = 0, longest: int = 8) -> list[list[int]]:
@@ -156,7 +159,7 @@ def test_equal_prompts_are_computed_once(serve: Any, name: str) -> None:
   (tokens,) = prompts(1, seed=1, longest=7)
 
   async def several_times(model: ServedModel) -> tuple[list[list[int]], float]:
-    before = model.statistics().get("prefix_hits_total", 0)
+    before = model.statistics()["prefix_hits_total"]
     answers = [await generate(model, tokens, 5), await generate(model, tokens, 5)]
     answers += await asyncio.gather(*(generate(model, tokens, 5) for _ in range(4)))
     return answers, model.statistics()["prefix_hits_total"] - before
@@ -173,7 +176,7 @@ def test_a_decoder_continues_the_arrays_of_a_conversation(serve: Any) -> None:
   async def converse(model: ServedModel) -> tuple[list[int], list[int], float]:
     answer = await generate(model, tokens, 3)
     longer = [*tokens, *answer[:2], 50, 60]
-    before = model.statistics().get("prefix_hits_total", 0)
+    before = model.statistics()["prefix_hits_total"]
     second, third = await asyncio.gather(*(generate(model, longer, 5) for _ in range(2)))
     assert second == third
     return longer, second, model.statistics()["prefix_hits_total"] - before
@@ -225,7 +228,8 @@ def test_a_stop_text_ends_an_answer_before_itself(serve: Any) -> None:
 
   async def ask(model: ServedModel, stop: Sequence[str]) -> tuple[str, str | None]:
     text, reason = "", None
-    async for piece in model.generate(tokens, 12, Sampling(temperature=1.0, seed=3), stop):
+    controls = SlotControls(temperature=1.0, seed=3)
+    async for _, piece in model.generate([(tokens, controls)], 12, stop):
       text, reason = text + piece.text, piece.finish_reason
     return text, reason
 
@@ -255,7 +259,7 @@ def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
   given = prompts(NUM_SLOTS + 1, seed=6)
 
   async def close_all(model: ServedModel) -> list[int]:
-    pieces = [model.generate(tokens, 12, Sampling()) for tokens in given[:NUM_SLOTS]]
+    pieces = [model.generate([(tokens, SlotControls())], 12) for tokens in given[:NUM_SLOTS]]
     for iterator in pieces:
       await anext(iterator)
       await iterator.aclose()
@@ -285,8 +289,9 @@ def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
 
   async def ask(model: ServedModel) -> tuple[Any, ...]:
     beams = await asyncio.gather(*(model.beams(tokens, 2) for tokens in given))
-    scores = await model.score([(tokens, "a word") for tokens in given])
-    return beams, scores, await model.embed(given)
+    target = model.encode_target("a word")
+    scores = await asyncio.gather(*(model.score(tokens, target) for tokens in given))
+    return beams, scores, await asyncio.gather(*map(model.embed, given))
 
   beams, scores, vectors = serve(ask)
   inputs = np.stack([np.pad(x, (0, 8 - len(x))) for x in given]).astype(np.int32)

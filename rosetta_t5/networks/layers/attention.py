@@ -24,6 +24,9 @@ from rosetta_t5.networks.layers.matmuls import Axes, Matmul, flat_row_axes, plai
 from rosetta_t5.networks.layers.positions import Rope, apply_rotary
 from rosetta_t5.parallel.placement import constrain
 
+# The collection in which layers sow the weights of attention to encoded inputs, [B, H, T, S], if it is mutable.
+CROSS_ATTENTION = "cross_attention"
+
 
 class AttentionMode(enum.Enum):
   """What one call of the attention module does.
@@ -165,6 +168,9 @@ class MultiHeadDotProductAttention(nn.Module):
       scale_BGS = self._dropout_scale(deterministic, (batch, groups, length), rows)
       options = (scale_BGS, self.softcap, self.float32_logits)
       operands = Operands(q_BTHK, keys, values, bias, visible, *options)
+      is_shown = self.is_mutable_collection(CROSS_ATTENTION) and not self.is_initializing()
+      if is_shown and inputs_q is not inputs_kv:
+        self.sow(CROSS_ATTENTION, "weights", operands.weights())
       outputs_BTHK = attend(self.attention_kernel, operands, self.kernel_setting)
     if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)

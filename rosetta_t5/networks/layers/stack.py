@@ -13,6 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
 from rosetta_t5.networks.expert_settings import has_experts
+from rosetta_t5.networks.layers.attention import CROSS_ATTENTION
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dropout import BatchRows
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
@@ -171,6 +172,7 @@ def run_stack(
       "cache": 0,
       PRECOMPUTED: 0,
       "intermediates": 0,
+      CROSS_ATTENTION: 0,
       OVERWRITE_WITH_GRADIENT: 0,
       KFAC_FACTORS: 0,
     },
