@@ -136,7 +136,7 @@ async def main() -> None:
       flush=True,
     )
   print(f"ratio {statistics.median(a / b for a, b in rates):.2f}")
-  await model.stop()
+  await model.engine.stop()
 
 
 if __name__ == "__main__":

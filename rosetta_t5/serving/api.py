@@ -12,7 +12,8 @@ import numpy as np
 
 from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving import fields
-from rosetta_t5.serving.served_model import Piece, RequestError, ServedModel, Token
+from rosetta_t5.serving.engine import RequestError
+from rosetta_t5.serving.served_model import Piece, ServedModel, Token
 
 _MAX_BEAMS = 4
 _OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "user"}

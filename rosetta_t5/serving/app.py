@@ -22,8 +22,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from rosetta_t5.serving.endpoints import ERRORS, Endpoints, Limits, response_to
-from rosetta_t5.serving.engine import Stopping
+from rosetta_t5.serving.endpoints import Endpoints, Limits, response_to
+from rosetta_t5.serving.engine import STOPPING, RequestError
 from rosetta_t5.serving.served_model import ServedModel
 from rosetta_t5.user_errors import reason_of
 
@@ -33,11 +33,11 @@ _POLICY = (
   "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
   "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = [
-  (b"content-security-policy", _POLICY.encode()),
-  (b"x-content-type-options", b"nosniff"),
-  (b"cache-control", b"no-store"),
-]
+_HEADERS = {
+  "content-security-policy": _POLICY,
+  "x-content-type-options": "nosniff",
+  "cache-control": "no-store",
+}
 
 
 class Application:
@@ -86,7 +86,8 @@ class Application:
       Route("/metrics", self._show_metrics),
     ]
     self._paths = {route.path for route in routes}
-    handlers: dict[Any, Any] = dict.fromkeys(ERRORS, lambda request, error: response_to(error))
+    kinds = (RequestError, TimeoutError, HTTPException, Exception)
+    handlers: dict[Any, Any] = dict.fromkeys(kinds, lambda request, error: response_to(error))
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self._run_models)
     self._app = TrustedHostMiddleware(app, allowed_hosts=list(hosts))
 
@@ -96,7 +97,7 @@ class Application:
       model.start()
     yield
     for model in self.models.values():
-      await model.stop()
+      await model.engine.stop()
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
@@ -105,11 +106,10 @@ class Application:
     begun, status = time.monotonic(), 0
     path = scope["path"] if scope["path"] in self._paths else "other"
 
-    async def send_with_headers(message: Message) -> None:
+    async def observed_send(message: Message) -> None:
       nonlocal status
       if message["type"] == "http.response.start":
-        status, headers = message["status"], [*message["headers"], *_HEADERS]
-        message = {**message, "headers": headers}
+        status = message["status"]
         self._metrics.first_byte_seconds.labels(path).observe(time.monotonic() - begun)
       await send(message)
 
@@ -121,7 +121,7 @@ class Application:
 
     self.running += 1
     app: Any = self._refusal(scope) or self._app
-    work = asyncio.create_task(app(scope, messages.get, send_with_headers))
+    work = asyncio.create_task(app(scope, messages.get, observed_send))
     tasks = [work, asyncio.create_task(forward_until_gone())]
     try:
       # Texts end in time by themselves. This is for clients that send or read slowly.
@@ -130,7 +130,7 @@ class Application:
       if work in done:
         work.result()
       elif not (done or status):
-        await response_to(TimeoutError())(scope, receive, send_with_headers)
+        await response_to(TimeoutError())(scope, receive, observed_send)
     finally:
       for task in tasks:
         task.cancel()
@@ -147,17 +147,19 @@ class Application:
     found = [hmac.compare_digest(given, known) for known in self._authorizations]
     if found and not any(found):
       text = "this server needs the header Authorization: Bearer TOKEN, a client's api_key"
-      return response_to(HTTPException(401, text))
+      return response_to(RequestError(text, status=401))
     if scope["method"] == "POST" and self.is_stopping:
-      return response_to(Stopping())
+      return response_to(RequestError(STOPPING, status=503))
     if scope["method"] == "POST" and self.running > self._limits.requests:
-      return response_to(HTTPException(429, f"{self._limits.requests} requests are running"))
+      text = f"{self._limits.requests} requests are running"
+      return response_to(RequestError(text, status=429))
     return None
 
   async def _show_health(self, request: Request) -> Response:
-    failed = [f"{m.name} has failed: {reason_of(m.error)}" for m in self.models.values() if m.error]
+    errors = {name: model.engine.error for name, model in self.models.items()}
+    failed = [f"{name} has failed: {reason_of(error)}" for name, error in errors.items() if error]
     if failed or self.is_stopping:
-      return response_to(Stopping("; ".join(failed)))
+      return response_to(RequestError("; ".join(failed) or STOPPING, status=503))
     return JSONResponse({"status": "ok"})
 
   async def _show_metrics(self, request: Request) -> Response:
@@ -181,7 +183,7 @@ class _Metrics:
   def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
     """Yields the statistics of the models, as a registry asks for them."""
     for model in self._models:
-      for name, value in model.statistics().items():
+      for name, value in model.engine.statistics().items():
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
         family = kind(f"rosetta_t5_{name}", name.replace("_", " "), labels=("model",))
         family.add_metric((model.name,), value)
@@ -189,7 +191,7 @@ class _Metrics:
 
 
 async def _send(file: pathlib.Path, request: Request) -> Response:
-  return FileResponse(file)
+  return FileResponse(file, headers=_HEADERS)
 
 
 def serve(app: Application, bound: socket.socket) -> None:

@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.serving import api, fields
-from rosetta_t5.serving.engine import Overloaded, Stopping
-from rosetta_t5.serving.served_model import Piece, RequestError, ServedModel
+from rosetta_t5.serving.engine import RequestError
+from rosetta_t5.serving.served_model import Piece, ServedModel
 from rosetta_t5.user_errors import reason_of
 
 _log = logging.getLogger(__name__)
@@ -37,38 +37,36 @@ class Limits(NamedTuple):
   texts: int
 
 
-class UnknownModel(RequestError):
-  """A request names a model that this server does not have."""
-
-
-# The status of each error, and its text if it has none.
-_FAILURES: dict[type[Exception], tuple[int, str]] = {
-  UnknownModel: (404, ""),
-  RequestError: (400, ""),
-  Overloaded: (429, ""),
-  Stopping: (503, "the server is stopping"),
-  TimeoutError: (504, "the answer was not complete within the server's --timeout_s"),
+# By status and field.
+_CODES = {
+  (401, None): "invalid_api_key",
+  (404, "model"): "model_not_found",
+  (429, None): "rate_limit_exceeded",
 }
-ERRORS = (*_FAILURES, HTTPException, Exception)
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 
 def response_to(error: Exception) -> JSONResponse:
   """Returns the answer to a request that has failed; only after 429 and 503 it may be sent again."""
-  found = [value for kind, value in _FAILURES.items() if isinstance(error, kind)]
-  status, text = found[0] if found else (500, f"the model has failed: {reason_of(error)}")
-  text = str(error) or text if found else text
-  if isinstance(error, HTTPException):
-    status, text = error.status_code, error.detail
-  field = error.field if isinstance(error, RequestError) else None
-  code = "model_not_found" if isinstance(error, UnknownModel) else _CODES.get(status)
-  kind = "server_error" if status >= 500 else "invalid_request_error"
-  content = {"message": text, "type": kind, "param": field, "code": code}
-  # Without the second header, OpenAI's clients repeat all requests that have failed with 5xx.
-  headers = {"x-should-retry": "false"}
-  if status in (429, 503):
-    headers = {"retry-after": str(getattr(error, "retry_after_s", 1))}
-  return JSONResponse({"error": content}, status, headers)
+  if isinstance(error, TimeoutError):
+    text = "the answer was not complete within the server's --timeout_s"
+    error = RequestError(text, status=504)
+  elif isinstance(error, HTTPException):
+    error = RequestError(error.detail, status=error.status_code)
+  elif not isinstance(error, RequestError):
+    error = RequestError(f"the model has failed: {reason_of(error)}", status=500)
+  status, kind = error.status, "server_error" if error.status >= 500 else "invalid_request_error"
+  content = {
+    "message": str(error),
+    "type": kind,
+    "param": error.field,
+    "code": _CODES.get((status, error.field)),
+  }
+  # Without the second header, OpenAI's clients send requests again after all of 5xx.
+  may_retry = status in (429, 503)
+  name, value = (
+    ("retry-after", str(error.retry_after_s)) if may_retry else ("x-should-retry", "false")
+  )
+  return JSONResponse({"error": content}, status, {name: value})
 
 
 class Endpoints:
@@ -93,7 +91,8 @@ class Endpoints:
   def _find(self, name: str) -> ServedModel:
     if name not in self._models:
       known, hint = ", ".join(self._models), near_hint(name, self._models)
-      raise UnknownModel(f"there is no model {name!r}{hint}: this server has {known}", "model")
+      text = f"there is no model {name!r}{hint}: this server has {known}"
+      raise RequestError(text, "model", status=404)
     return self._models[name]
 
   async def _read(
@@ -103,12 +102,14 @@ class Endpoints:
     kind = request.headers.get("content-type", "")
     # Browsers let no page of another server send this type.
     if kind.partition(";")[0].strip().lower() != "application/json":
-      raise HTTPException(415, f"the header must be Content-Type: application/json, got {kind!r}")
+      text = f"the header must be Content-Type: application/json, got {kind!r}"
+      raise RequestError(text, status=415)
     body = bytearray()
     async for part in request.stream():
       body += part
       if len(body) > self._limits.body_bytes:
-        raise HTTPException(413, f"the body must have at most {self._limits.body_bytes} bytes")
+        text = f"the body must have at most {self._limits.body_bytes} bytes"
+        raise RequestError(text, status=413)
     given = fields.check(fields.parse_json(bytes(body)), known, needed)
     return self._find(given.pop("model", next(iter(self._models)))), given
 
@@ -138,8 +139,6 @@ class Endpoints:
     _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
     vectors = await _in_turns(model.embed, prompts)
-    if (size := given.get("dimensions", len(vectors[0]))) != len(vectors[0]):
-      raise RequestError(f"dimensions must be {len(vectors[0])}, got {size}", "dimensions")
     kind, item = given.get("encoding_format", "float"), {"object": "embedding"}
     shown = [api.encode_vector(vector, kind) for vector in vectors]
     data = [{**item, "index": index, "embedding": vector} for index, vector in enumerate(shown)]
@@ -168,7 +167,7 @@ class Endpoints:
     if "messages" in given:
       tokens = api.encode_conversation(given["messages"], model)
     else:
-      tokens = model.encode(given["prompt"])
+      tokens = model.encode(given["prompt"], "prompt")
     weights, rows, columns = await model.attention(tokens, model.encode_target(given["target"]))
     layer, count = given.get("layer", -1), len(weights)
     if not -count <= layer < count:

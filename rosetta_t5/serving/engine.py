@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
+import contextlib
 import functools
-import itertools
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rosetta_t5.decoding.slots import StepOutput
-from rosetta_t5.serving.programs import BATCH_SIZES, Programs, Task
+from rosetta_t5.serving.programs import BATCH_SIZES, Programs, Request
 
-# A decoder's request may use the cache of a slot whose sequence has the same beginning, if at most this
-# many of its inputs remain to be computed, one in a step.
-_RECOMPUTED = 8
 # The number of steps that are dispatched before the results of the first are read.
 _IN_FLIGHT = 2
 _COUNTS = ("requests_refused", "requests_cancelled", "prefix_hits", "steps", "tokens_generated")
@@ -34,23 +30,30 @@ def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
 
 
-class Overloaded(Exception):
-  """Too many requests are waiting; `retry_after_s` grows with their number."""
+class RequestError(Exception):
+  """A request that gets no answer.
 
-  def __init__(self, waiting: int, retry_after_s: int):
-    super().__init__(f"{waiting} requests are waiting already: try again in {retry_after_s} s")
-    self.retry_after_s = retry_after_s
+  Attributes:
+    field: the field that is wrong.
+    status: the status of HTTP.
+    retry_after_s: the seconds after which the request may be sent again.
+  """
+
+  def __init__(
+    self, message: str, field: str | None = None, status: int = 400, retry_after_s: int = 1
+  ):
+    super().__init__(message)
+    self.field, self.status, self.retry_after_s = field, status, retry_after_s
 
 
-class Stopping(Exception):
-  """The server is ending and accepts no requests."""
+STOPPING = "the server is stopping"
 
 
 class NewToken(NamedTuple):
   """A token that a step generated.
 
   Attributes:
-    request: the index of the request among those that share its queue.
+    request: the index of the request.
     id: the token.
     log_prob: its log probability, if the request wants it.
     top: the most probable tokens with their log probabilities, if the request wants them.
@@ -62,36 +65,6 @@ class NewToken(NamedTuple):
   log_prob: float
   top: tuple[tuple[int, float], ...]
   is_last: bool
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-  """A sequence to generate.
-
-  Attributes:
-    task: what is generated.
-    events: receives each `NewToken`, or the exception that ended the request.
-    index: that of the request among those that share `events`.
-    is_cancelled: when True, the request ends before the next step.
-  """
-
-  task: Task
-  events: asyncio.Queue[NewToken | BaseException]
-  index: int = 0
-  is_cancelled: bool = False
-
-
-class Job(NamedTuple):
-  """A call of `Programs.call` between two steps, together with those of other jobs of the same name."""
-
-  name: str
-  row: tuple[Sequence[int], Sequence[int]]
-  result: asyncio.Future[Any]
-
-  @property
-  def is_cancelled(self) -> bool:
-    """Whether nobody waits for the result."""
-    return self.result.cancelled()
 
 
 class Engine:
@@ -106,14 +79,13 @@ class Engine:
 
     Args:
       programs: the compiled programs.
-      max_waiting: how many requests may wait for a slot.
+      max_waiting: how many sequences, and how many calls, may wait.
     """
     self._programs, self._max_waiting = programs, max_waiting
-    self._waiting: collections.deque[Request] = collections.deque()
-    self._jobs: collections.deque[Job] = collections.deque()
+    self._waiting, self._calls = collections.deque[Request](), collections.deque[Request]()
     self._running: dict[int, Request] = {}
-    # The tokens whose arrays each slot still has: those of an encoder's inputs, or of a decoder's sequence.
-    self._contents: list[list[int]] = [[] for _ in range(programs.num_slots)]
+    # The inputs whose arrays each slot still has.
+    self._contents: list[tuple[int, ...] | None] = [None] * programs.num_slots
     # The slot that was freed first is first.
     self._free = collections.deque(range(programs.num_slots))
     self._in_flight: collections.deque[tuple[dict[int, Request], StepOutput]] = collections.deque()
@@ -123,32 +95,40 @@ class Engine:
     self._loop = asyncio.create_task(self._run())
 
   def submit(self, request: Request) -> None:
-    """Appends a request to the queue.
+    """Appends a request to a queue.
 
     Raises:
-      Overloaded: too many requests are waiting.
-      Stopping: the engine is ending, or has failed.
+      RequestError: too many requests are waiting, or the engine is ending, or has failed.
     """
-    self._append(self._waiting, request)
-
-  async def call(self, name: str, row: tuple[Sequence[int], Sequence[int]]) -> Any:
-    """Returns the result of `Programs.call` for a pair of inputs and targets; see `submit`."""
-    job = Job(name, row, asyncio.get_running_loop().create_future())
-    self._append(self._jobs, job)
-    return await job.result
-
-  def _append(self, queue: collections.deque[Any], item: Request | Job) -> None:
+    queue = self._calls if request.call else self._waiting
     if self._is_stopping:
-      raise Stopping(f"the model has failed: {self.error}" if self.error else "")
-    if len(queue) >= self._max_waiting:
-      live = [waiting for waiting in queue if not waiting.is_cancelled]
-      queue.clear()
-      queue.extend(live)
+      raise RequestError(
+        f"the model has failed: {self.error}" if self.error else STOPPING, status=503
+      )
     if len(queue) >= self._max_waiting:
       self._counts["requests_refused"] += 1
-      raise Overloaded(len(queue), 1 + len(queue) // self._programs.num_slots)
-    queue.append(item)
+      retry_after_s = 1 + len(queue) // self._programs.num_slots
+      text = f"{len(queue)} requests are waiting already: try again in {retry_after_s} s"
+      raise RequestError(text, status=429, retry_after_s=retry_after_s)
+    queue.append(request)
     self._changed.set()
+
+  def cancel(self, request: Request) -> None:
+    """Ends a request, whether it waits, runs or has ended."""
+    request.is_cancelled = True
+    with contextlib.suppress(ValueError):
+      (self._calls if request.call else self._waiting).remove(request)
+
+  async def call(self, name: str, inputs: Iterable[int], target: Iterable[int] = ()) -> Any:
+    """Returns the result of `Programs.call`, made between two steps with other calls of this name; see `submit`."""
+    request = Request(tuple(inputs), call=name, target=tuple(target))
+    self.submit(request)
+    try:
+      if isinstance(result := await request.results.get(), BaseException):
+        raise result
+      return result
+    finally:
+      self.cancel(request)
 
   def statistics(self) -> dict[str, float]:
     """Returns numbers about the requests; names that end in _total only grow."""
@@ -169,50 +149,48 @@ class Engine:
   async def _run(self) -> None:
     try:
       while True:
-        if not (self._waiting or self._jobs or self._running or self._in_flight):
+        if not (self._waiting or self._calls or self._running or self._in_flight):
           self._changed.clear()
           await self._changed.wait()
-        await self._run_jobs()
+        await self._run_calls()
         self._release_cancelled()
         work = self._admit()
         if self._running:
           work.append(self._step)
         # The device computes a step while the results of the one before are read.
+        output = None
         if len(self._in_flight) >= (_IN_FLIGHT - 1 if self._running else 1):
           owners, output = self._in_flight.popleft()
-          self._deliver(owners, await asyncio.to_thread(_do, work, output))
-        else:
-          await asyncio.to_thread(_do, work)
+        result = await asyncio.to_thread(_do, work, output)
+        if output is not None:
+          self._deliver(owners, result)
     except BaseException as error:
       self._fail(error)
 
   def _fail(self, error: BaseException) -> None:
+    self._is_stopping = True
     if isinstance(error, asyncio.CancelledError):
-      error = Stopping()
+      error = RequestError(STOPPING, status=503)
     else:
-      self.error, self._is_stopping = error, True
+      self.error = error
       traceback.print_exception(error)
-    for request in [*self._waiting, *self._running.values()]:
-      request.events.put_nowait(error)
-    for job in self._jobs:
-      _set_result(job, error)
+    for request in [*self._waiting, *self._calls, *self._running.values()]:
+      request.results.put_nowait(error)
 
-  async def _run_jobs(self) -> None:
-    if not self._jobs:
-      return
-    name = self._jobs[0].name
-    equal = itertools.takewhile(lambda job: job.name == name, self._jobs)
-    taken = [*itertools.islice(equal, BATCH_SIZES[-1])]
-    for _ in taken:
-      self._jobs.popleft()
-    if not (jobs := [job for job in taken if not job.is_cancelled]):
-      return
+  async def _run_calls(self) -> None:
+    """Makes the first call that waits, with others of its name."""
+    name = self._calls[0].call if self._calls else ""
+    requests = [request for request in self._calls if request.call == name][: BATCH_SIZES[-1]]
+    for request in requests:
+      self._calls.remove(request)
+    results: list[Any] = []
     try:
-      results = await asyncio.to_thread(self._programs.call, name, [job.row for job in jobs])
-    except Exception as error:  # It fails these jobs, and not the model.
-      results = [error] * len(jobs)
-    for job, result in zip(jobs, results, strict=True):
-      _set_result(job, result)
+      if requests:
+        results = await asyncio.to_thread(self._programs.call, name, requests)
+    except Exception as error:  # It fails these calls, and not the model.
+      results = [error] * len(requests)
+    for request, result in zip(requests, results, strict=True):
+      request.results.put_nowait(result)
 
   def _release_cancelled(self) -> None:
     for slot, request in [*self._running.items()]:
@@ -227,47 +205,28 @@ class Engine:
   def _admit(self) -> list[Callable[[], None]]:
     """Gives free slots to at most a batch of waiting requests, and returns what puts them there."""
     work: list[Callable[[], None]] = []
-    computed: dict[int, Task] = {}  # The inputs that are computed together.
+    computed: dict[int, Request] = {}  # Those whose inputs are computed together.
     for _ in range(min(len(self._waiting), len(self._free), BATCH_SIZES[-1])):
-      if (request := self._waiting.popleft()).is_cancelled:
-        continue
-      source, position = self._most_similar(request.task.inputs)
+      request = self._waiting.popleft()
+      is_known = self._programs.keeps_inputs and request.inputs in self._contents
+      source = self._contents.index(request.inputs) if is_known else None
       slot = source if source in self._free else self._free[0]
       assert slot is not None
       self._free.remove(slot)
-      self._running[slot] = request
+      self._running[slot], self._contents[slot] = request, request.inputs
       if source is None:
-        computed[slot] = request.task
-      else:
-        self._counts["prefix_hits"] += 1
-        if source in computed:
-          work.append(functools.partial(self._programs.admit, computed))
-          computed = {}
-        work.append(functools.partial(self._programs.copy, slot, request.task, source, position))
-      # The steps compute a decoder's other inputs.
-      is_partial = source is not None and self._programs.is_decoder
-      self._contents[slot] = list(request.task.inputs[: position + 1 if is_partial else None])
+        computed[slot] = request
+        continue
+      self._counts["prefix_hits"] += 1
+      if source in computed:
+        work.append(functools.partial(self._programs.admit, computed))
+        computed = {}
+      work.append(functools.partial(self._programs.copy, slot, request, source))
     return [*work, functools.partial(self._programs.admit, computed)] if computed else work
-
-  def _most_similar(self, inputs: Sequence[int]) -> tuple[int | None, int]:
-    """Returns a slot with the arrays of inputs, and the first position to compute from them."""
-    if not self._programs.can_rewind:
-      return None, 0
-    wanted = list(inputs)
-    if not self._programs.is_decoder:
-      return (self._contents.index(wanted) if wanted in self._contents else None), 0
-    # The arrays of a sequence's newest token may not have been computed yet.
-    common = [_common(wanted, tokens[:-1]) for tokens in self._contents]
-    slot = int(np.argmax(common))
-    position = min(common[slot], len(wanted) - 1)
-    is_similar = position and len(wanted) - 1 - position <= _RECOMPUTED
-    return (slot, position) if is_similar else (None, 0)
 
   def _step(self) -> None:
     owners = dict(self._running)
-    is_kept = np.isin(np.arange(self._programs.num_slots), [*owners])
-    longest = max(len(request.task.inputs) for request in owners.values())
-    self._in_flight.append((owners, self._programs.step(longest, is_kept)))
+    self._in_flight.append((owners, self._programs.step(owners)))
     self._counts["steps"] += 1
 
   def _deliver(self, owners: Mapping[int, Request], result: StepOutput) -> None:
@@ -276,37 +235,18 @@ class Engine:
       request = owners.get(slot)
       if request is None or self._running.get(slot) is not request:
         continue
-      top: tuple[tuple[int, float], ...] = ()
-      if request.task.controls.reports_probabilities:
-        pairs = zip(result.top_tokens[slot], result.top_log_probs[slot], strict=True)
-        top = tuple((int(token), float(log_prob)) for token, log_prob in pairs)
-      token, is_last = int(result.token[slot]), bool(result.has_ended[slot])
-      new = NewToken(request.index, token, float(result.log_prob[slot]), top, is_last)
-      request.events.put_nowait(new)
+      token, log_prob, is_last = (
+        x[slot].item() for x in (result.token, result.log_prob, result.has_ended)
+      )
+      top = zip(result.top_tokens[slot].tolist(), result.top_log_probs[slot].tolist(), strict=True)
+      request.results.put_nowait(NewToken(request.index, token, log_prob, (*top,), is_last))
       self._counts["tokens_generated"] += 1
-      if self._programs.is_decoder:
-        missing = request.task.inputs[len(self._contents[slot]) :]
-        self._contents[slot] += [*missing, token]
       if is_last:
         self._release(slot)
 
 
-def _do(work: Iterable[Callable[[], None]], output: Any = None) -> Any:
+def _do(work: Iterable[Callable[[], None]], output: Any) -> Any:
   """Dispatches work to the device, and waits for the output of an earlier step."""
   for each in work:
     each()
   return jax.device_get(output)
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-  """Returns how many tokens two sequences begin with together."""
-  return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))  # noqa: B905
-
-
-def _set_result(job: Job, result: Any) -> None:
-  if job.is_cancelled:
-    return
-  if isinstance(result, BaseException):
-    job.result.set_exception(result)
-  else:
-    job.result.set_result(result)

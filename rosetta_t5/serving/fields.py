@@ -7,7 +7,7 @@ from typing import Any
 
 from rosetta_t5.argument_types import Condition, near_hint, one_of
 from rosetta_t5.decoding.slots import SlotControls
-from rosetta_t5.serving.served_model import RequestError
+from rosetta_t5.serving.engine import RequestError
 
 _MOST, _INT32 = 2048, 2**31 - 1
 Fields = Mapping[str, Condition]
@@ -138,7 +138,7 @@ _ROLE = one_of(("system", "developer", "user", "assistant"))
 MESSAGE = {"role": _ROLE, "content": _CONTENT, "refusal": _only(), "tool_calls": _only([])}
 PART = {"type": one_of(("text",)), "text": _TEXT}
 _FORMAT = one_of(("float", "base64"))
-_OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT, "dimensions": _integer(1, _INT32)}
+_OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT}
 EMBEDDING = {**_OF_VECTORS, "model": _TEXT, "user": _TEXT}
 SCORE = {"inputs": _TEXTS, "targets": _TEXTS, "model": _TEXT}
 _ONE_PROMPT = Condition("a text or a list of token ids", is_prompt)

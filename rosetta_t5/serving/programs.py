@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,24 +32,35 @@ CALLS = ("beams", "score", "attention", "embed")
 _NO_SLOT = np.iinfo(np.int32).max  # That of a request which only fills up a batch.
 
 
-class Task(NamedTuple):
-  """What a slot computes.
+@dataclasses.dataclass(eq=False)
+class Request:
+  """What a model computes, and who receives it.
 
   Attributes:
     inputs: the tokens of the inputs; with a decoder, those that the sequence begins with.
     max_tokens: the maximum number of tokens to generate.
     controls: how they are chosen.
+    call: the one of `CALLS` that is computed instead of a sequence.
+    target: its target.
+    results: receives each `Token` or the result of the call, or the exception that ended the request.
+    index: that of the request among those that share `results`.
+    is_cancelled: when True, the request ends before the next step.
   """
 
-  inputs: tuple[int, ...]
-  max_tokens: int
-  controls: SlotControls
+  inputs: tuple[int, ...] = ()
+  max_tokens: int = 1
+  controls: SlotControls = dataclasses.field(default_factory=SlotControls)
+  call: str = ""
+  target: Sequence[int] = ()
+  results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
+  index: int = 0
+  is_cancelled: bool = False
 
 
 class Programs:
   """The programs of a model, with the state of its slots.
 
-  The inputs of a task are computed once, at the shortest of a few lengths, and put into a slot (`admit`), or
+  The inputs of a sequence are computed once, at the shortest of a few lengths, and put into a slot (`admit`), or
   are copied from a slot with the same inputs (`copy`). `step` advances all slots by one token. Slots have
   room for the longest inputs; a step reads as much of them as the longest of its inputs needs.
 
@@ -56,8 +69,7 @@ class Programs:
     output_length: the maximum number of tokens that are generated.
     lengths: the lengths of inputs for which there are programs, in ascending order.
     is_decoder: whether the model has no encoder, so that sequences begin with the inputs.
-    can_rewind: whether slots keep the arrays of all positions, so that another task can start from
-      them. The caches of local layers do not.
+    keeps_inputs: whether slots keep the arrays of their inputs. The caches of a decoder's local layers do not.
   """
 
   def __init__(
@@ -78,8 +90,8 @@ class Programs:
       input_length: the maximum number of tokens of the inputs.
       output_length: the maximum number of tokens that are generated.
       eos_id: the tokens that end a sequence.
-      controls: those of all tasks besides their own.
-      calls: the methods of `call` that are compiled.
+      controls: those of all sequences besides their own.
+      calls: which of `CALLS` are compiled.
     """
     self._model, self._params = opened.model, opened.state.params
     self._eos_id, self._controls = eos_id, controls
@@ -91,21 +103,22 @@ class Programs:
     self.lengths = (*buckets, longest)
     # A decoder's sequence has room for the longest inputs.
     self._total_length = output_length + self.is_decoder * longest
+    # The lengths of inputs for which there are steps and calls.
+    self._read_lengths = (self._total_length,) if self.is_decoder else self.lengths
     self._find_axes()
     self._compile(opened, calls)
 
   def _find_axes(self) -> None:
-    """Finds the dimensions of the model's arrays that are the tasks' and the inputs', by their shapes."""
+    """Finds the dimensions of the model's arrays that are the requests' and the inputs', by their shapes."""
+    longest = self.lengths[-1]
+    sizes = ((2, longest), (3, longest + 8 * (not self.is_decoder)))
     arrays, other = (
-      jax.eval_shape(self._arrays, self._params, self._batch([((), ())] * count, length))
-      for count, length in (
-        (2, self.lengths[-1]),
-        (3, self.lengths[-1] + 8 * (not self.is_decoder)),
-      )
+      jax.eval_shape(self._arrays, self._params, self._batch([Request()] * count, length))
+      for count, length in sizes
     )
     self._treedef: Any = jax.tree.structure(arrays)
     leaves = tree_leaves_with_path(arrays)
-    # For each array the dimension of the tasks, None for arrays that all tasks share, and that of the
+    # For each array the dimension of the requests, None for arrays that all share, and that of the
     # inputs, None for arrays that do not have it.
     self._axes: list[tuple[int | None, int | None]] = []
     for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
@@ -115,22 +128,22 @@ class Programs:
       is_index = path[-1].key in slots.INDICES
       self._axes.append((None if is_index else kinds.get(True), kinds.get(False)))
     caches = [x for path, x in leaves if path[-1].key == "cached_value"]
-    self.can_rewind = not self.is_decoder or all(x.shape[-2] == self._total_length for x in caches)
+    is_whole = all(x.shape[-2] == self._total_length for x in caches)
+    self.keeps_inputs = is_whole or not self.is_decoder
 
-  def _batch(
-    self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], length: int
-  ) -> dict[str, np.ndarray]:
+  def _batch(self, requests: Sequence[Request], length: int) -> dict[str, np.ndarray]:
     """Returns a batch of the model with inputs of at most `length` tokens, and targets."""
     pad_id, total = self._model.pad_id, self._total_length
-    inputs, targets = zip(*rows, strict=True)
     if not self.is_decoder:
+      shifted = [(pad_id, *request.target[:-1]) for request in requests]
       return {
-        "encoder_input_tokens": padded(inputs, length, pad_id),
-        "decoder_input_tokens": padded([(pad_id, *x[:-1]) for x in targets], total, pad_id),
-        "decoder_target_tokens": padded(targets, total, pad_id),
+        "encoder_input_tokens": padded([request.inputs for request in requests], length, pad_id),
+        "decoder_input_tokens": padded(shifted, total, pad_id),
+        "decoder_target_tokens": padded([request.target for request in requests], total, pad_id),
       }
-    tokens = padded([(*x, *y) for x, y in rows], total + 1, pad_id)
-    is_input = np.arange(length)[None] < np.array([[len(x)] for x in inputs])
+    rows = [(*request.inputs, *request.target) for request in requests]
+    tokens = padded(rows, total + 1, pad_id)
+    is_input = np.arange(length)[None] < [[len(request.inputs)] for request in requests]
     return {
       "decoder_input_tokens": tokens[:, :-1],
       "decoder_target_tokens": tokens[:, 1:],
@@ -141,54 +154,46 @@ class Programs:
     start = self._model.start_decoding(params, batch)
     return {"cache": start.cache, "others": self._model.step_arrays(params, start)}
 
-  def _new(self, tasks: Sequence[Task]) -> SlotState:
-    """Returns the state of tasks that begin, without the model's arrays."""
-    prefixes = [task.inputs if self.is_decoder else () for task in tasks]
+  def _new(self, requests: Sequence[Request]) -> SlotState:
+    """Returns the state of sequences that begin, without the model's arrays."""
+    prefixes = [request.inputs if self.is_decoder else () for request in requests]
     start = np.array([max(len(prefix), 1) for prefix in prefixes], np.int32)
-    most = np.array([task.max_tokens for task in tasks], np.int32)
+    most = np.array([request.max_tokens for request in requests], np.int32)
     stack = lambda default, *own: np.array(own, default.dtype)  # noqa: E731
     return SlotState(
       tokens=padded(prefixes, self._total_length + 1, self._model.pad_id),
       position=start - 1,
       start=start,
       end=np.minimum(start + most, self._total_length + 1),
-      controls=jax.tree.map(stack, SlotControls(), *(task.controls for task in tasks)),
-      is_running=np.ones(len(tasks), bool),
+      controls=jax.tree.map(stack, SlotControls(), *(request.controls for request in requests)),
+      is_running=np.ones(len(requests), bool),
     )
 
   def _empty(self, params: PyTree) -> SlotState:
-    """Returns slots without tasks."""
-    arrays = jax.tree.leaves(self._arrays(params, self._batch([((), ())], self.lengths[-1])))
+    """Returns slots without sequences."""
+    arrays = jax.tree.leaves(self._arrays(params, self._batch([Request()], self.lengths[-1])))
     for index, (axis, _) in enumerate(self._axes):
       if axis is not None:
-        shape = list(arrays[index].shape)
-        shape[axis] = self.num_slots
-        arrays[index] = jnp.zeros(shape, arrays[index].dtype)
-    new = jax.tree.map(jnp.asarray, self._new([_NO_TASK] * self.num_slots))
+        arrays[index] = jnp.repeat(jnp.zeros_like(arrays[index]), self.num_slots, axis)
+    new = jax.tree.map(jnp.asarray, self._new([Request()] * self.num_slots))
     return new.replace(is_running=jnp.zeros(self.num_slots, bool), arrays=arrays)
 
   def _put(
     self, state: SlotState, slots_B: jax.Array, new: SlotState, arrays: Sequence[jax.Array]
   ) -> SlotState:
-    """Returns slots with the state and the arrays of new tasks."""
+    """Returns slots with the state and the arrays of new sequences."""
 
-    def put(x: jax.Array, y: jax.Array, axis: int = 0) -> jax.Array:
-      return x.at[(*[slice(None)] * axis, slots_B)].set(y, mode="drop")
-
-    def put_array(
-      x: jax.Array, y: jax.Array, axis: int | None, length_axis: int | None
-    ) -> jax.Array:
+    def put(x: jax.Array, y: jax.Array, axis: int | None = 0) -> jax.Array:
       if axis is None:
         return x
-      if length_axis is not None:
-        missing = x.shape[length_axis] - y.shape[length_axis]
-        widths = [(0, missing * (n == length_axis)) for n in range(y.ndim)]
-        y = jnp.pad(y, widths, constant_values=self._model.pad_id)
-      return put(x, y, axis)
+      sizes = enumerate(zip(x.shape, y.shape, strict=True))
+      widths = [(0, 0 if n == axis else a - b) for n, (a, b) in sizes]
+      y = jnp.pad(y, widths, constant_values=self._model.pad_id)  # Inputs may be shorter.
+      return x.at[(*[slice(None)] * axis, slots_B)].set(y, mode="drop")
 
     fields = jax.tree.map(put, state.replace(arrays=()), new)
     triples = zip(state.arrays, arrays, self._axes, strict=True)
-    return fields.replace(arrays=[put_array(x, y, *axes) for x, y, axes in triples])
+    return fields.replace(arrays=[put(x, y, axis) for x, y, (axis, _) in triples])
 
   def _admit(
     self, state: SlotState, params: PyTree, batch: Any, slots_B: jax.Array, new: SlotState
@@ -205,24 +210,24 @@ class Programs:
   def _step(
     self, length: int, state: SlotState, params: PyTree, is_kept_N: jax.Array
   ) -> tuple[SlotState, StepOutput]:
-    unread, read = self.lengths[-1] - length, list(state.arrays)
-    for index, (_, axis) in enumerate(self._axes):
-      if axis is not None:
-        x = read[index]
-        read[index] = jax.lax.slice_in_dim(x, 0, x.shape[axis] - unread, axis=axis)
+    unread = self._read_lengths[-1] - length
+    read = [
+      x if n is None else jax.lax.slice_in_dim(x, 0, x.shape[n] - unread, axis=n)
+      for x, (_, n) in zip(state.arrays, self._axes, strict=True)
+    ]
     arrays = self._treedef.unflatten(read)
     has_layers = bool(getattr(self._model.module, "scan_layers", False))
     cache = slots.with_index(arrays["cache"], state.position, has_layers)
-    next_logits = functools.partial(
-      self._model.next_logits, params, self._total_length, arrays["others"]
-    )
+    options = (params, self._total_length, arrays["others"])
+    next_logits = functools.partial(self._model.next_logits, *options)
     shared: Any = (self._eos_id, self._controls)
     new, cache, output = slots.step(state, is_kept_N, next_logits, cache, *shared)
-    # A step writes only arrays that all lengths share.
-    written = zip(
-      state.arrays, jax.tree.leaves({**arrays, "cache": cache}), self._axes, strict=True
-    )
-    kept = [x if axes[0] is None or axes[1] is not None else y for x, y, axes in written]
+    written = jax.tree.leaves({**arrays, "cache": cache})
+    # A step writes only arrays that have no length of inputs.
+    kept = [
+      x if axis is None or length_axis is not None else y
+      for x, y, (axis, length_axis) in zip(state.arrays, written, self._axes, strict=True)
+    ]
     return new.replace(arrays=kept), output
 
   def _beams(self, params: PyTree, batch: Any) -> tuple[jax.Array, jax.Array]:
@@ -232,10 +237,6 @@ class Programs:
     return decodes, aux["scores"]
 
   def _score(self, params: PyTree, batch: Any) -> jax.Array:
-    if self.is_decoder:
-      name = "decoder_causal_attention"
-      missing = self._total_length - batch[name].shape[1]
-      batch = {**batch, name: jnp.pad(batch[name], ((0, 0), (0, missing)))}
     _, intermediates = self._model.score_batch(params, batch, return_intermediates=True)
     scores_BT: jax.Array = intermediates["decoder"]["token_scores"][0]
     return scores_BT
@@ -255,90 +256,87 @@ class Programs:
       partitioned = partitioner.partition(fn, in_axes, out_axes, donate_argnums=donated)
       programs[key] = functools.partial(partitioned.compile, *arguments)
 
-    def batch(count: int, length: int) -> dict[str, np.ndarray]:
-      return self._batch([((), ())] * count, length)
-
-    slot, is_kept = np.zeros(1, np.int32), np.ones(self.num_slots, bool)
-    copied = (self._state, slot, slot, self._new([_NO_TASK]))
-    add("copy", self._copy, (of_state, every, every, every), of_state, *copied)
     with_params, model = (of_state, of_params, every), self._model
-    calls_of = {"beams": self._beams, "score": self._score}
+    one = np.zeros(1, np.int32)
+    copied = (self._state, one, one, self._new([Request()]))
+    add("copy", self._copy, (of_state, every, every, every), of_state, *copied)
+    fns = {"beams": self._beams, "score": self._score}
     if not self.is_decoder:
       encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)
-      calls_of |= {"attention": model.cross_attention, "embed": encoder.embed_batch}
+      fns |= {"attention": model.cross_attention, "embed": encoder.embed_batch}
     for length in self.lengths:
       for count in BATCH_SIZES:
-        new = (batch(count, length), np.zeros(count, np.int32), self._new([_NO_TASK] * count))
-        admit = (self._admit, (*with_params, every, every), of_state)
-        add(("admit", length, count), *admit, self._state, params, *new)
-      if length == self.lengths[-1] or not self.is_decoder:
-        step = functools.partial(self._step, length)
-        add(("step", length), step, with_params, (of_state, every), self._state, params, is_kept)
-      for name in calls_of.keys() & {*calls}:
-        given = (params, batch(BATCH_SIZES[-1], length))
-        add((name, length), calls_of[name], (of_params, every), every, *given)
+        filled = [Request()] * count
+        new = (self._batch(filled, length), np.zeros(count, np.int32), self._new(filled))
+        add(
+          ("admit", length, count),
+          self._admit,
+          (*with_params, every, every),
+          of_state,
+          self._state,
+          params,
+          *new,
+        )
+    for length in self._read_lengths:
+      given = (self._state, params, np.ones(self.num_slots, bool))
+      add(
+        ("step", length),
+        functools.partial(self._step, length),
+        with_params,
+        (of_state, every),
+        *given,
+      )
+      for name in fns.keys() & {*calls}:
+        batch = self._batch([Request()] * BATCH_SIZES[-1], length)
+        add((name, length), fns[name], (of_params, every), every, params, batch)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
       compiled = pool.map(lambda compile: compile(), programs.values())
       self._compiled = dict(zip(programs, compiled, strict=True))
 
-  def length_of(self, num_tokens: int) -> int:
-    """Returns the shortest length of inputs that have so many tokens."""
-    return next(length for length in self.lengths if length >= num_tokens)
+  def admit(self, requests: Mapping[int, Request]) -> None:
+    """Puts sequences, at most `BATCH_SIZES[-1]`, into slots, after their inputs are computed."""
+    count = next(n for n in BATCH_SIZES if n >= len(requests))
+    missing = count - len(requests)
+    filled = [*requests.values(), *[Request()] * missing]
+    slots_B = np.array([*requests, *[_NO_SLOT] * missing], np.int32)
+    length = _shortest(self.lengths, filled)
+    new = (self._batch(filled, length), slots_B, self._new(filled))
+    self._state = self._compiled["admit", length, count](self._state, self._params, *new)
 
-  def admit(self, tasks: Mapping[int, Task]) -> None:
-    """Puts tasks, at most `BATCH_SIZES[-1]`, into slots, after their inputs are computed."""
-    count = next(n for n in BATCH_SIZES if n >= len(tasks))
-    length = self.length_of(max(len(task.inputs) for task in tasks.values()))
-    filled = [*tasks.values(), *[_NO_TASK] * (count - len(tasks))]
-    slots_B = np.array([*tasks, *[_NO_SLOT] * (count - len(tasks))], np.int32)
-    batch = self._batch([(task.inputs, ()) for task in filled], length)
-    program = self._compiled["admit", length, count]
-    self._state = program(self._state, self._params, batch, slots_B, self._new(filled))
+  def copy(self, slot: int, request: Request, source: int) -> None:
+    """Puts a sequence into a slot, with the arrays of another slot that has the same inputs."""
+    one = (np.array([source], np.int32), np.array([slot], np.int32), self._new([request]))
+    self._state = self._compiled["copy"](self._state, *one)
 
-  def copy(self, slot: int, task: Task, source: int, position: int) -> None:
-    """Puts a task into a slot, with the arrays of another slot.
-
-    Args:
-      slot: the slot.
-      task: the task.
-      source: the slot that has the arrays of the task's inputs.
-      position: the position from which these are computed again, one in a step; 0 with an encoder.
-    """
-    new = self._new([task]).replace(position=np.array([position], np.int32))
-    one = (np.array([source], np.int32), np.array([slot], np.int32))
-    self._state = self._compiled["copy"](self._state, *one, new)
-
-  def step(self, longest: int, is_kept: np.ndarray) -> StepOutput:
-    """Advances all slots by one token, and returns what `slots.step` reports.
-
-    Args:
-      longest: the number of tokens of the longest inputs in a slot.
-      is_kept: [N] see `slots.step`.
-    """
-    length = self.lengths[-1] if self.is_decoder else self.length_of(longest)
-    program = self._compiled["step", length]
-    self._state, output = program(self._state, self._params, is_kept)
+  def step(self, requests: Mapping[int, Request]) -> StepOutput:
+    """Advances these requests, by slot, by one token, and returns what `slots.step` reports."""
+    is_kept_N = np.isin(np.arange(self.num_slots), [*requests])
+    program = self._compiled["step", _shortest(self._read_lengths, requests.values())]
+    output: StepOutput
+    self._state, output = program(self._state, self._params, is_kept_N)
     for x in output:
       x.copy_to_host_async()
-    found: StepOutput = output
-    return found
+    return output
 
-  def call(self, name: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
-    """Returns a result for each pair of inputs and targets, of which there are at most `BATCH_SIZES[-1]`.
+  def call(self, name: str, requests: Sequence[Request]) -> list[Any]:
+    """Returns a result for each request, of which there are at most `BATCH_SIZES[-1]`.
 
     Args:
       name: "beams" for decodes [NUM_BEAMS, T] and their scores, the best last; "score" for the log
         probability of each target; "attention" for `EncoderDecoderModel.cross_attention`; "embed" for the
         mean of the encoder's outputs.
-      rows: the inputs and the targets.
+      requests: their inputs and targets are used.
     """
-    length = self.length_of(max(len(inputs) for inputs, _ in rows))
-    batch = self._batch([*rows, *[rows[0]] * (BATCH_SIZES[-1] - len(rows))], length)
+    length = _shortest(self._read_lengths, requests)
+    batch = self._batch([*requests, *[Request()] * (BATCH_SIZES[-1] - len(requests))], length)
     results = jax.device_get(self._compiled[name, length](self._params, batch))
-    return [jax.tree.map(lambda x, n=n: x[n], results) for n in range(len(rows))]
+    return [jax.tree.map(lambda x, n=n: x[n], results) for n in range(len(requests))]
 
 
-_NO_TASK = Task((), 1, SlotControls())
+def _shortest(lengths: Sequence[int], requests: Collection[Request]) -> int:
+  """Returns the shortest of some lengths that the inputs of requests fit into."""
+  longest = max(len(request.inputs) for request in requests)
+  return next(length for length in lengths if length >= longest)
 
 
 def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> np.ndarray:

@@ -20,17 +20,9 @@ from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.inference.chat_prompts import ChatPrompts
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.models.base_model import set_decode_fn
-from rosetta_t5.serving.engine import Engine, NewToken, Request
-from rosetta_t5.serving.programs import CALLS, Programs, Task
+from rosetta_t5.serving.engine import Engine, NewToken, RequestError
+from rosetta_t5.serving.programs import CALLS, Programs, Request
 from rosetta_t5.trained_model import OpenedModel
-
-
-class RequestError(ValueError):
-  """A request that cannot be honoured; `field` names what is wrong in it."""
-
-  def __init__(self, message: str, field: str | None = None):
-    super().__init__(message)
-    self.field = field
 
 
 class Token(NamedTuple):
@@ -59,6 +51,7 @@ class ServedModel:
     output_length: the maximum number of tokens that are generated.
     has_chat: whether it has a chat template.
     has_encoder: whether it makes vectors of texts.
+    engine: what answers, after `start`.
   """
 
   def __init__(
@@ -104,20 +97,7 @@ class ServedModel:
 
   def start(self) -> None:
     """Begins to answer; called in the event loop."""
-    self._engine = Engine(self._programs, self._max_waiting)
-
-  async def stop(self) -> None:
-    """Ends all requests."""
-    await self._engine.stop()
-
-  @property
-  def error(self) -> BaseException | None:
-    """What has ended the model, if it has failed."""
-    return self._engine.error
-
-  def statistics(self) -> dict[str, float]:
-    """Returns numbers about the requests; see `Engine.statistics`."""
-    return self._engine.statistics()
+    self.engine = Engine(self._programs, self._max_waiting)
 
   def encode(self, prompt: str | Sequence[int], field: str = "prompt") -> list[int]:
     """Returns the tokens of a prompt, or checks those given.
@@ -190,38 +170,43 @@ class ServedModel:
       stop: a text ends before the first of these.
 
     Raises:
-      Overloaded: too many requests are waiting.
-      Stopping: the server ends.
+      RequestError: too many requests are waiting, or the server ends.
     """
-    events: asyncio.Queue[NewToken | BaseException] = asyncio.Queue()
-    requests, streams = [], [StreamedText(self._vocabulary, stop) for _ in texts]
+    results: asyncio.Queue[NewToken | BaseException] = asyncio.Queue()
+    requests = [
+      Request(self._inputs(tokens), max_tokens, controls, results=results, index=index)
+      for index, (tokens, controls) in enumerate(texts)
+    ]
+    streams = [StreamedText(self._vocabulary, stop) for _ in texts]
     try:
-      for index, (tokens, controls) in enumerate(texts):
-        requests.append(Request(Task(self._inputs(tokens), max_tokens, controls), events, index))
-        self._engine.submit(requests[-1])
-      running = set(range(len(texts)))
+      for request in requests:
+        self.engine.submit(request)
+      running = {*range(len(texts))}
       while running:
-        event = await events.get()
-        if isinstance(event, BaseException):
-          raise event
-        if event.request not in running:  # A stop text has ended it.
+        token = await results.get()
+        if isinstance(token, BaseException):
+          raise token
+        index, text = token.request, streams[token.request]
+        if index not in running:  # A stop text has ended it.
           continue
-        is_end, text = event.id in self._ends, streams[event.request]
-        text.tokens += [event.id] * (not is_end)
-        new, has_stopped = text.advance(is_complete=event.is_last)
+        is_end = token.id in self._ends
+        text.tokens += [token.id] * (not is_end)
+        new, has_stopped = text.advance(is_complete=token.is_last)
         reason = None
-        if event.is_last or has_stopped:
+        if token.is_last or has_stopped:
           reason = "stop" if is_end or has_stopped else "length"
-          requests[event.request].is_cancelled = True
-          running.discard(event.request)
-        yield event.request, Piece(new, (self._token(event),), reason)
+          running.discard(index)
+          self.engine.cancel(requests[index])
+        yield index, Piece(new, (self._token(token, texts[index][1]),), reason)
     finally:
       for request in requests:
-        request.is_cancelled = True
+        self.engine.cancel(request)
 
-  def _token(self, event: NewToken) -> Token:
-    top = tuple((self._text_of(token), log_prob) for token, log_prob in event.top)
-    return Token(event.id, self._text_of(event.id) if top else "", event.log_prob, top)
+  def _token(self, token: NewToken, controls: SlotControls) -> Token:
+    if not controls.reports_probabilities:
+      return Token(token.id, "", 0.0)
+    top = tuple((self._text_of(each), log_prob) for each, log_prob in token.top)
+    return Token(token.id, self._text_of(token.id), token.log_prob, top)
 
   @functools.lru_cache(maxsize=10_000)  # noqa: B019 - models live as long as the process
   def _text_of(self, token: int) -> str:
@@ -235,7 +220,7 @@ class ServedModel:
 
     Each has its score and its number of tokens.
     """
-    decodes_NT, scores_N = await self._engine.call("beams", (self._inputs(tokens), ()))
+    decodes_NT, scores_N = await self.engine.call("beams", self._inputs(tokens))
     texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
     counts = (decodes_NT != self._model.pad_id).sum(axis=1).tolist()
     return list(zip(texts, map(float, scores_N), counts, strict=True))[::-1][:count]
@@ -243,7 +228,7 @@ class ServedModel:
   async def score(self, tokens: Sequence[int], target: Sequence[int]) -> list[Token]:
     """Returns the tokens of a target with their log probabilities, given the tokens of the inputs."""
     inputs = self._inputs(tokens)
-    scores_T = await self._engine.call("score", (inputs, target))
+    scores_T = await self.engine.call("score", inputs, target)
     found = scores_T[0 if self.has_encoder else len(inputs) - 1 :][: len(target)]
     pairs = zip(target, found, strict=True)
     return [Token(token, self._text_of(token), float(score)) for token, score in pairs]
@@ -261,13 +246,13 @@ class ServedModel:
       The weights of each layer, [L, T, S], the means over its heads; and the texts of the target's
       tokens and of the inputs'.
     """
-    weights_LTS = await self._engine.call("attention", (tuple(tokens), target))
+    weights_LTS = await self.engine.call("attention", tokens, target)
     texts = [[self._text_of(token) for token in row] for row in (target, tokens)]
     return weights_LTS[:, : len(target), : len(tokens)], texts[0], texts[1]
 
   async def embed(self, tokens: Sequence[int]) -> list[float]:
     """Returns the mean of the encoder's outputs for the tokens of a prompt."""
-    vector: list[float] = (await self._engine.call("embed", (tuple(tokens), ()))).tolist()
+    vector: list[float] = (await self.engine.call("embed", tokens)).tolist()
     return vector
 
 

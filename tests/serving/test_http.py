@@ -18,8 +18,8 @@ from rosetta_t5 import cli
 from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving.app import Application
 from rosetta_t5.serving.endpoints import Limits
-from rosetta_t5.serving.engine import Overloaded
-from rosetta_t5.serving.served_model import Piece, RequestError, Token
+from rosetta_t5.serving.engine import RequestError
+from rosetta_t5.serving.served_model import Piece, Token
 
 LIMITS = Limits(body_bytes=10_000, timeout_s=5, requests=20, texts=20)
 
@@ -31,6 +31,7 @@ class LetterModel:
 
   def __init__(self, name="letters"):
     self.name, self.error, self.asked, self.open = name, None, [], 0
+    self.engine = self
 
   def encode(self, prompt, field):
     ids = [ord(x) for x in prompt] if isinstance(prompt, str) else list(prompt)
@@ -48,7 +49,7 @@ class LetterModel:
     texts = [("".join(map(chr, tokens)).upper(), controls) for tokens, controls in texts]
     self.asked += [(text, max_tokens, controls, tuple(stop)) for text, controls in texts]
     if any("FULL" in text for text, _ in texts):
-      raise Overloaded(8, 3)
+      raise RequestError("8 requests are waiting", status=429, retry_after_s=3)
     self.open += 1
     await asyncio.sleep(0)
     try:
@@ -228,7 +229,6 @@ def test_embeddings_as_numbers_and_in_the_clients_default_format(ai):
     {},
     {"encoding_format": "float"},
     {"encoding_format": "base64"},
-    {"dimensions": 2},
   ):
     answer = ai.embeddings.create(model="letters", input=["abc", "d"], **options)
     vectors = [item.embedding for item in answer.data]
@@ -241,6 +241,28 @@ def test_scores_are_sums_of_the_targets_log_probabilities(client):
   answer = client.post("/score", json={"inputs": ["a", "b"], "targets": ["xy", "z"]}).json()
   assert answer["scores"] == [-0.5, -0.25]
   assert answer["tokens"][1] == [{"text": "z", "logprob": -0.25}]
+
+
+def test_attention_is_that_of_the_last_layer_or_of_another_one(client):
+  ask = lambda **given: client.post("/v1/attention", json={"target": "xyz", **given})  # noqa: E731
+  answer = ask(prompt="ab").json()
+  assert (answer["tokens"], answer["input_tokens"]) == ([*"xyz"], [*"ab"])
+  assert (answer["layer"], answer["layers"], answer["weights"]) == (1, 2, [[1, 0]] * 3)
+  assert ask(prompt="ab", layer=0).json()["weights"] == [[0.5, 0.5]] * 3
+  chat = ask(messages=[{"role": "user", "content": "a"}]).json()
+  assert "".join(chat["input_tokens"]) == "[user]a"
+  assert "from -2 to 1, got 2" in error_of(ask(prompt="ab", layer=2), 400)["message"]
+  assert "exactly one of prompt and messages" in error_of(ask(), 400)["message"]
+
+
+def test_a_model_without_an_encoder_has_no_attention_and_no_embeddings(client, model):
+  model.has_encoder = False
+  for path, given in (
+    ("attention", {"prompt": "a", "target": "b"}),
+    ("embeddings", {"input": "a"}),
+  ):
+    error = error_of(client.post(f"/v1/{path}", json=given), 400)
+    assert "letters has no encoder" in error["message"]
 
 
 def test_models_are_listed_and_found_by_name(ai):
@@ -311,7 +333,7 @@ def test_fields_with_neutral_values_are_accepted(client):
     ("chat/completions", "top_logprobs", 2, "left out without logprobs"),
     ("chat/completions", "max_completion_tokens", 31, "at most 30"),
     ("chat/completions", "messages", [], "a list of 1 to"),
-    ("embeddings", "dimensions", 3, "dimensions must be 2, got 3"),
+    ("embeddings", "dimensions", 2, "unknown field dimensions"),
     ("embeddings", "encoding_format", "hex", "one of 'float', 'base64'"),
   ],
 )
@@ -418,6 +440,7 @@ def test_an_answer_that_takes_too_long_is_given_up():
   app = Application({"letters": model}, LIMITS._replace(timeout_s=0.1))
   with TestClient(app) as client:
     response = client.post("/v1/completions", json={"prompt": "wait"})
+    assert response.headers["x-should-retry"] == "false"  # which OpenAI's client obeys
     assert "--timeout_s" in error_of(response, 504)["message"]
     stream = client.post("/v1/completions", json={"prompt": "wait", "stream": True}).text
     events = [line.removeprefix("data: ") for line in stream.split("\n\n")]

@@ -30,6 +30,17 @@ def server(tmp_path_factory):
   server.process.wait()
 
 
+def check_attention(page):
+  """Checks that each token of the answer has a row, and that its percentages add up to 100."""
+  rows = page.locator("figure tr").all()
+  columns = rows[0].locator("th").count()
+  assert len(rows) - 1 >= len(expected()[0].split())
+  for row in rows[1:]:
+    percentages = [float(x.get_attribute("title")[:-1]) for x in row.locator("td").all()]
+    assert len(percentages) == columns
+    assert sum(percentages) == pytest.approx(100, abs=0.05 * columns + 0.01)
+
+
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
 def test_the_page_shows_answers_and_lists_and_needs_no_mouse(
   browser, server, tmp_path, width, scheme
@@ -47,6 +58,15 @@ def test_the_page_shows_answers_and_lists_and_needs_no_mouse(
   page.keyboard.press("Control+Enter")
   page.get_by_text("tokens, ").wait_for()
   assert page.locator("article .text").inner_text().strip() == expected()[0]
+  page.get_by_role("button", name="Attention").press("Enter")
+  page.get_by_text("How much each token").wait_for()
+  check_attention(page)
+  page.screenshot(path=tmp_path / "attention.png", full_page=True)
+  assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+  of_last_layer = page.locator("table").inner_text()
+  page.get_by_label("Layer").select_option(label="1")
+  page.wait_for_function("t => document.querySelector('table').innerText !== t", arg=of_last_layer)
+  check_attention(page)
   page.get_by_label("Best texts").fill("3")
   page.keyboard.press("Enter")
   page.get_by_text("each text with its score").wait_for()

@@ -46,17 +46,19 @@ function token(text, logprob) {
   return span;
 }
 
-async function stream(model, article, signal) {
+const generation = (model) => (model.has_chat ? "v1/chat/completions" : "v1/completions");
+const input = (model, prompt) => (model.has_chat ? { messages: [{ role: "user", content: prompt }] } : { prompt });
+
+// Both return what is shown below the answer, and its text.
+async function stream(model, prompt, article, signal) {
   const shown = article.querySelector(".text");
-  const prompt = find("prompt").value;
   const options = { model: model.id, stream: true, temperature: number("temperature"), top_p: number("top_p") };
   if (find("max_tokens").value) options.max_tokens = number("max_tokens");
-  const [path, body] = model.has_chat
-    ? ["v1/chat/completions", { messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: 1 }]
-    : ["v1/completions", { prompt, logprobs: 1 }];
+  const logprobs = model.has_chat ? { logprobs: true, top_logprobs: 1 } : { logprobs: 1 };
+  const body = { ...options, ...logprobs, ...input(model, prompt) };
   const begun = performance.now();
   let count = 0, sum = 0, first = 0, text = "";
-  for await (const event of events(await call(path, { ...options, ...body }, signal))) {
+  for await (const event of events(await call(generation(model), body, signal))) {
     for (const choice of event.choices) {
       const found = choice.logprobs ?? {};
       const logprobs = found.token_logprobs ?? (found.content ?? []).map((each) => each.logprob);
@@ -71,38 +73,79 @@ async function stream(model, article, signal) {
   }
   if (!text) shown.textContent = "(no text)";
   const seconds = (performance.now() - begun) / 1000;
-  return `${count} tokens, ${(count / seconds).toFixed(1)} a second, the first after ${first.toFixed(0)} ms; `
-    + `log probability ${sum.toFixed(2)}`;
+  return [`${count} tokens, ${(count / seconds).toFixed(1)} a second, the first after ${first.toFixed(0)} ms; `
+    + `log probability ${sum.toFixed(2)}`, text];
 }
 
-async function search(model, article, count, signal) {
-  const prompt = find("prompt").value;
-  const body = { model: model.id, n: count, use_beam_search: true };
-  const [path, input] = model.has_chat
-    ? ["v1/chat/completions", { messages: [{ role: "user", content: prompt }] }]
-    : ["v1/completions", { prompt }];
-  const { choices } = await (await call(path, { ...body, ...input }, signal)).json();
+async function search(model, prompt, article, signal) {
+  const body = { model: model.id, n: number("beams"), use_beam_search: true, ...input(model, prompt) };
+  const { choices } = await (await call(generation(model), body, signal)).json();
   const list = article.querySelector(".texts");
+  const texts = choices.map(({ text, message }) => text ?? message.content);
   list.hidden = false;
-  for (const { text, message, score } of choices) {
+  choices.forEach(({ score }, index) => {
     const item = document.createElement("li");
     const shown = document.createElement("small");
     shown.textContent = ` ${score.toFixed(2)}`;
-    item.append((text ?? message.content) || "(no text)", shown);
+    item.append(texts[index] || "(no text)", shown);
     list.append(item);
-  }
-  return "each text with its score";
+  });
+  return ["each text with its score", texts[0]];
 }
 
-async function answer(model, signal) {
+function cell(kind, text, scope) {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  if (scope) Object.assign(made, { scope, textContent: text || "◦" }); // An end token has no text.
+  return made;
+}
+
+// Shows how much each token of the answer, a row, attends to each token of the input, a column, in percent.
+async function showAttention(model, prompt, text, article) {
+  const figure = article.querySelector("figure");
+  const select = figure.querySelector("select");
+  const caption = figure.querySelector("figcaption p");
+  figure.hidden = false;
+  try {
+    const layer = select.value ? { layer: Number(select.value) } : {};
+    const body = { model: model.id, target: text, ...layer, ...input(model, prompt) };
+    const found = await (await call("v1/attention", body)).json();
+    select.replaceChildren(...Array.from({ length: found.layers }, (_, n) => new Option(n + 1, n)));
+    select.value = found.layer;
+    const head = document.createElement("tr");
+    head.append(cell("td", ""), ...found.input_tokens.map((each) => cell("th", each, "col")));
+    const largest = Math.max(...found.weights.flat());
+    const rows = found.weights.map((weights, index) => {
+      const row = document.createElement("tr");
+      row.append(cell("th", found.tokens[index], "row"), ...weights.map((weight) => {
+        const made = cell("td", weight < 0.005 ? "" : Math.round(100 * weight));
+        made.title = `${(100 * weight).toFixed(1)}%`;
+        made.style.setProperty("--weight", weight / largest);
+        return made;
+      }));
+      return row;
+    });
+    figure.querySelector("table").replaceChildren(head, ...rows);
+    caption.textContent = "How much each token of the answer attends to each token of the text, in percent";
+  } catch (error) {
+    caption.textContent = error.message;
+  }
+}
+
+async function answer(model, prompt, signal) {
   const article = find("answer").content.cloneNode(true).firstElementChild;
   article.querySelector("h2").textContent = model.id;
   find("answers").append(article);
   const numbers = article.querySelector(".numbers");
   numbers.textContent = "…";
   try {
-    const count = number("beams");
-    numbers.textContent = await (count ? search(model, article, count, signal) : stream(model, article, signal));
+    const [shown, text] = await (number("beams") ? search : stream)(model, prompt, article, signal);
+    numbers.textContent = shown;
+    const button = article.querySelector("button");
+    const show = () => showAttention(model, prompt, text, article);
+    button.hidden = !model.has_encoder;
+    button.addEventListener("click", show);
+    article.querySelector("select").addEventListener("change", show);
   } catch (error) {
     numbers.textContent = signal.aborted ? "cancelled" : error.message;
     numbers.classList.toggle("error", !signal.aborted);
@@ -117,7 +160,8 @@ async function send(event) {
   find("cancel").disabled = false;
   find("answers").replaceChildren();
   const chosen = [...document.querySelectorAll("#models input:checked")].map((box) => box.model);
-  await Promise.all(chosen.map((model) => answer(model, running.signal)));
+  const prompt = find("prompt").value;
+  await Promise.all(chosen.map((model) => answer(model, prompt, running.signal)));
   running = null;
   find("send").disabled = false;
   find("cancel").disabled = true;
