@@ -197,14 +197,13 @@ def _choose(logits_NV: jax.Array, state: SlotState) -> jax.Array:
   """Returns the next token of each slot, [N]."""
   own = state.controls
 
-  def best() -> jax.Array:
-    return beams.top_k_two_stage(logits_NV, 1)[1][:, 0]
+  best = lambda: beams.top_k_two_stage(logits_NV, 1)[1][:, 0]  # noqa: E731
 
   def sample() -> jax.Array:
     is_warm_N = own.temperature > 0
     scaled_NV = logits_NV / jnp.where(is_warm_N, own.temperature, 1.0)[:, None]
-    top_k_NV = next_token.topk_mask(scaled_NV, own.top_k, next_token.NEG_INF)
-    scaled_NV = jnp.where((own.top_k > 0)[:, None], top_k_NV, scaled_NV)
+    most_N = jnp.where(own.top_k > 0, own.top_k, logits_NV.shape[1])
+    scaled_NV = next_token.topk_mask(scaled_NV, most_N, next_token.NEG_INF)
     top_p_NV = next_token.topp_mask(scaled_NV, own.top_p, next_token.NEG_INF)
     scaled_NV = jnp.where((own.top_p < 1)[:, None], top_p_NV, scaled_NV)
     keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.PRNGKey(seed), n))(
@@ -227,8 +226,6 @@ def _report(
     log_prob_N = jnp.take_along_axis(log_probs_NV, token_N[:, None], axis=1)[:, 0]
     return log_prob_N, indices.astype(jnp.int32), values
 
-  def skip() -> tuple[jax.Array, jax.Array, jax.Array]:
-    shape = (len(token_N), NUM_TOP)
-    return jnp.zeros(len(token_N)), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
-
+  shapes = jax.eval_shape(compute)
+  skip = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
   return jax.lax.cond(is_wanted, compute, skip)

@@ -15,6 +15,7 @@ from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.config import NetworkConfig
 from rosetta_t5.networks.layer_kinds import LayerKind
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
+from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dense import MlpBlock
 from rosetta_t5.networks.layers.dropout import feature_dropout
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
@@ -73,7 +74,7 @@ class Block(nn.Module):
   def _self_attention(self, name: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:
     cfg, kind, bias = self.config, self.kind, inputs.bias
     if cfg.positions == "relative" and cfg.bias_per_layer:
-      bias = relative_bias(cfg, kind.side, x, inputs)
+      bias = relative_bias(self, kind.side, x, inputs)
     window = None if kind.window is None else kind.window[0]
     attention = self._attention(name, rope=kind.rope, window=window)
     return attention(
@@ -156,14 +157,19 @@ class Block(nn.Module):
 
 
 def relative_bias(
-  config: NetworkConfig, side: str, x: jax.Array, inputs: LayerInputs
+  module: nn.Module, side: str, x: jax.Array, inputs: LayerInputs
 ) -> Float[jax.Array, "1 H T S"]:
-  """Returns T5's relative bias; its table is a parameter of the module that calls this function.
+  """Returns T5's relative bias; its table is a parameter of the module, a layer or a stack.
 
   `x` are activations inside the layers.
 
-  In a decoding step it covers the cache, because the only query can be at any position.
+  In a decoding step it covers the cache, because the only query can be at any position, and is the same in
+  all steps.
   """
+  config: Any = module.config
+  if inputs.decode and module.has_variable(PRECOMPUTED, "relative_bias"):
+    known: jax.Array = module.get_variable(PRECOMPUTED, "relative_bias")
+    return known
   length = x.shape[config.row_axes.index("length")]
   if inputs.decode and inputs.cache_length:
     length = inputs.cache_length
@@ -175,4 +181,7 @@ def relative_bias(
     embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
     name="relpos_bias",
   )
-  return biases(length, length, side == "encoder")
+  bias = biases(length, length, side == "encoder")
+  if inputs.decode and module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing():
+    module.put_variable(PRECOMPUTED, "relative_bias", bias)
+  return bias

@@ -195,7 +195,7 @@ def _run_layers(stack: nn.Module, side: str, x: jax.Array, inputs: LayerInputs) 
   """Returns the activations after the layers of `stack`, [B, T, D]."""
   cfg: NetworkConfig = stack.config
   if cfg.positions == "relative" and not cfg.bias_per_layer:
-    bias = relative_bias(cfg, side, x, inputs)
+    bias = relative_bias(stack, side, x, inputs)
     if inputs.block_ids is not None:
       bias = with_block_bias(cfg, bias, inputs.block_ids)
     inputs = dataclasses.replace(inputs, bias=bias)

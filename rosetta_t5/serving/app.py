@@ -8,7 +8,7 @@ import pathlib
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -180,14 +180,15 @@ class _Metrics:
     text = "Time to the beginning of an answer, which is the first token of a stream"
     self.first_byte_seconds = make("first_byte_seconds", text, ("path",), **own)
 
-  def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    """Yields the statistics of the models, as a registry asks for them."""
+  def collect(self) -> Collection[CounterMetricFamily | GaugeMetricFamily]:
+    """Returns the statistics of the models, as a registry asks for them."""
+    found: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for model in self._models:
       for name, value in model.engine.statistics().items():
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-        family = kind(f"rosetta_t5_{name}", name.replace("_", " "), labels=("model",))
-        family.add_metric((model.name,), value)
-        yield family
+        made = kind(f"rosetta_t5_{name}", name.replace("_", " "), labels=("model",))
+        found.setdefault(name, made).add_metric((model.name,), value)
+    return found.values()
 
 
 async def _send(file: pathlib.Path, request: Request) -> Response:

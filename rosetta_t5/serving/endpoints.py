@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -110,7 +111,12 @@ class Endpoints:
       if len(body) > self._limits.body_bytes:
         text = f"the body must have at most {self._limits.body_bytes} bytes"
         raise RequestError(text, status=413)
-    given = fields.check(fields.parse_json(bytes(body)), known, needed)
+    try:
+      value = json.loads(bytes(body))
+      json.dumps(value, ensure_ascii=False).encode()  # Half of a surrogate pair is no text.
+    except (ValueError, RecursionError) as error:
+      raise RequestError(f"the body must be JSON in UTF-8: {error}") from error
+    given = fields.check(value, known, needed)
     return self._find(given.pop("model", next(iter(self._models)))), given
 
   async def generate(self, request: Request, is_chat: bool) -> Response:
@@ -170,6 +176,8 @@ class Endpoints:
       tokens = model.encode(given["prompt"], "prompt")
     weights, rows, columns = await model.attention(tokens, model.encode_target(given["target"]))
     layer, count = given.get("layer", -1), len(weights)
+    if not count:
+      raise RequestError(f"model {model.name} does not show what it attends to", "model")
     if not -count <= layer < count:
       raise RequestError(f"layer must be from {-count} to {count - 1}, got {layer}", "layer")
     shown = {"layer": layer % count, "layers": count, "tokens": rows, "input_tokens": columns}

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,24 +47,6 @@ class RequestError(Exception):
 
 
 STOPPING = "the server is stopping"
-
-
-class NewToken(NamedTuple):
-  """A token that a step generated.
-
-  Attributes:
-    request: the index of the request.
-    id: the token.
-    log_prob: its log probability, if the request wants it.
-    top: the most probable tokens with their log probabilities, if the request wants them.
-    is_last: whether the sequence has ended.
-  """
-
-  request: int
-  id: int
-  log_prob: float
-  top: tuple[tuple[int, float], ...]
-  is_last: bool
 
 
 class Engine:
@@ -235,13 +217,9 @@ class Engine:
       request = owners.get(slot)
       if request is None or self._running.get(slot) is not request:
         continue
-      token, log_prob, is_last = (
-        x[slot].item() for x in (result.token, result.log_prob, result.has_ended)
-      )
-      top = zip(result.top_tokens[slot].tolist(), result.top_log_probs[slot].tolist(), strict=True)
-      request.results.put_nowait(NewToken(request.index, token, log_prob, (*top,), is_last))
+      request.results.put_nowait((request.index, StepOutput(*(x[slot] for x in result))))
       self._counts["tokens_generated"] += 1
-      if is_last:
+      if result.has_ended[slot]:
         self._release(slot)
 
 

@@ -13,20 +13,6 @@ _MOST, _INT32 = 2048, 2**31 - 1
 Fields = Mapping[str, Condition]
 
 
-def parse_json(body: bytes) -> Any:
-  """Returns what JSON describes.
-
-  Raises:
-    RequestError: it is not JSON, or has half of a surrogate pair, which no text can contain.
-  """
-  try:
-    value = json.loads(body)
-    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-  except (ValueError, RecursionError) as error:
-    raise RequestError(f"the body must be JSON in UTF-8: {error}", None) from error
-  return value
-
-
 def check(
   given: Any, known: Fields, needed: tuple[str, ...] = (), place: str = ""
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_leaves_with_path
+from jaxtyping import Array
 
 from rosetta_t5 import decoding
 from rosetta_t5.decoding import slots
@@ -42,7 +43,8 @@ class Request:
     controls: how they are chosen.
     call: the one of `CALLS` that is computed instead of a sequence.
     target: its target.
-    results: receives each `Token` or the result of the call, or the exception that ended the request.
+    results: receives `index` and the output of each step, or the result of the call, or the exception that
+      ended the request.
     index: that of the request among those that share `results`.
     is_cancelled: when True, the request ends before the next step.
   """
@@ -178,12 +180,10 @@ class Programs:
     new = jax.tree.map(jnp.asarray, self._new([Request()] * self.num_slots))
     return new.replace(is_running=jnp.zeros(self.num_slots, bool), arrays=arrays)
 
-  def _put(
-    self, state: SlotState, slots_B: jax.Array, new: SlotState, arrays: Sequence[jax.Array]
-  ) -> SlotState:
+  def _put(self, state: SlotState, slots_B: Array, new: SlotState, arrays: Any) -> SlotState:
     """Returns slots with the state and the arrays of new sequences."""
 
-    def put(x: jax.Array, y: jax.Array, axis: int | None = 0) -> jax.Array:
+    def put(x: Array, y: Array, axis: int | None = 0) -> Array:
       if axis is None:
         return x
       sizes = enumerate(zip(x.shape, y.shape, strict=True))
@@ -196,19 +196,17 @@ class Programs:
     return fields.replace(arrays=[put(x, y, axis) for x, y, (axis, _) in triples])
 
   def _admit(
-    self, state: SlotState, params: PyTree, batch: Any, slots_B: jax.Array, new: SlotState
+    self, state: SlotState, params: PyTree, batch: Any, slots_B: Array, new: SlotState
   ) -> SlotState:
     return self._put(state, slots_B, new, jax.tree.leaves(self._arrays(params, batch)))
 
-  def _copy(
-    self, state: SlotState, source_1: jax.Array, slots_1: jax.Array, new: SlotState
-  ) -> SlotState:
+  def _copy(self, state: SlotState, source_1: Array, slots_1: Array, new: SlotState) -> SlotState:
     pairs = zip(state.arrays, self._axes, strict=True)
     arrays = [x if axis is None else jnp.take(x, source_1, axis) for x, (axis, _) in pairs]
     return self._put(state, slots_1, new, arrays)
 
   def _step(
-    self, length: int, state: SlotState, params: PyTree, is_kept_N: jax.Array
+    self, length: int, state: SlotState, params: PyTree, is_kept_N: Array
   ) -> tuple[SlotState, StepOutput]:
     unread = self._read_lengths[-1] - length
     read = [
@@ -230,15 +228,15 @@ class Programs:
     ]
     return new.replace(arrays=kept), output
 
-  def _beams(self, params: PyTree, batch: Any) -> tuple[jax.Array, jax.Array]:
+  def _beams(self, params: PyTree, batch: Any) -> tuple[Array, Array]:
     limits = {"eos_id": self._eos_id, "max_decode_step": self.output_length}
     options: Any = {"num_decodes": NUM_BEAMS, "return_all_decodes": True, "decoder_params": limits}
     decodes, aux = self._model.predict_batch_with_aux(params, batch, **options)
     return decodes, aux["scores"]
 
-  def _score(self, params: PyTree, batch: Any) -> jax.Array:
+  def _score(self, params: PyTree, batch: Any) -> Array:
     _, intermediates = self._model.score_batch(params, batch, return_intermediates=True)
-    scores_BT: jax.Array = intermediates["decoder"]["token_scores"][0]
+    scores_BT: Array = intermediates["decoder"]["token_scores"][0]
     return scores_BT
 
   def _compile(self, opened: OpenedModel, calls: Collection[str]) -> None:
@@ -248,18 +246,18 @@ class Programs:
     axes = [every if n is None else PartitionSpec(*([None] * n), *data) for n, _ in self._axes]
     of_state = SlotState(data, data, data, data, data, data, axes)
     of_params = opened.state_axes.params
-    self._state: SlotState = partitioner.partition(self._empty, (of_params,), of_state)(params)
+    state: SlotState = partitioner.partition(self._empty, (of_params,), of_state)(params)
+    kinds = {id(state): of_state, id(params): of_params}
     programs: dict[Any, Callable[[], Any]] = {}
 
-    def add(key: Any, fn: Callable[..., Any], in_axes: Any, out_axes: Any, *arguments: Any) -> None:
-      donated = 0 if isinstance(arguments[0], SlotState) else ()
+    def add(key: Any, fn: Callable[..., Any], out_axes: Any, *arguments: Any) -> None:
+      in_axes = tuple(kinds.get(id(x), every) for x in arguments)
+      donated = 0 if arguments[0] is state else ()
       partitioned = partitioner.partition(fn, in_axes, out_axes, donate_argnums=donated)
       programs[key] = functools.partial(partitioned.compile, *arguments)
 
-    with_params, model = (of_state, of_params, every), self._model
-    one = np.zeros(1, np.int32)
-    copied = (self._state, one, one, self._new([Request()]))
-    add("copy", self._copy, (of_state, every, every, every), of_state, *copied)
+    one, is_kept, model = np.zeros(1, np.int32), np.ones(self.num_slots, bool), self._model
+    add("copy", self._copy, of_state, state, one, one, self._new([Request()]))
     fns = {"beams": self._beams, "score": self._score}
     if not self.is_decoder:
       encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)
@@ -268,30 +266,23 @@ class Programs:
       for count in BATCH_SIZES:
         filled = [Request()] * count
         new = (self._batch(filled, length), np.zeros(count, np.int32), self._new(filled))
-        add(
-          ("admit", length, count),
-          self._admit,
-          (*with_params, every, every),
-          of_state,
-          self._state,
-          params,
-          *new,
-        )
+        add(("admit", length, count), self._admit, of_state, state, params, *new)
     for length in self._read_lengths:
-      given = (self._state, params, np.ones(self.num_slots, bool))
-      add(
-        ("step", length),
-        functools.partial(self._step, length),
-        with_params,
-        (of_state, every),
-        *given,
-      )
+      step = functools.partial(self._step, length)
+      add(("step", length), step, (of_state, every), state, params, is_kept)
       for name in fns.keys() & {*calls}:
+        if length not in self._lengths_of(name):
+          continue
         batch = self._batch([Request()] * BATCH_SIZES[-1], length)
-        add((name, length), fns[name], (of_params, every), every, params, batch)
+        add((name, length), fns[name], every, params, batch)
+    self._state = state
     with ThreadPoolExecutor(os.cpu_count()) as pool:
       compiled = pool.map(lambda compile: compile(), programs.values())
       self._compiled = dict(zip(programs, compiled, strict=True))
+
+  def _lengths_of(self, call: str) -> Sequence[int]:
+    # Few ask for attention, so it has one program.
+    return self._read_lengths[-1:] if call == "attention" else self._read_lengths
 
   def admit(self, requests: Mapping[int, Request]) -> None:
     """Puts sequences, at most `BATCH_SIZES[-1]`, into slots, after their inputs are computed."""
@@ -327,7 +318,7 @@ class Programs:
         mean of the encoder's outputs.
       requests: their inputs and targets are used.
     """
-    length = _shortest(self._read_lengths, requests)
+    length = _shortest(self._lengths_of(name), requests)
     batch = self._batch([*requests, *[Request()] * (BATCH_SIZES[-1] - len(requests))], length)
     results = jax.device_get(self._compiled[name, length](self._params, batch))
     return [jax.tree.map(lambda x, n=n: x[n], results) for n in range(len(requests))]

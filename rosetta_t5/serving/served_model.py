@@ -16,11 +16,11 @@ import numpy as np
 from rosetta_t5 import decoding
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
-from rosetta_t5.decoding.slots import SlotControls
+from rosetta_t5.decoding.slots import SlotControls, StepOutput
 from rosetta_t5.inference.chat_prompts import ChatPrompts
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.models.base_model import set_decode_fn
-from rosetta_t5.serving.engine import Engine, NewToken, RequestError
+from rosetta_t5.serving.engine import Engine, RequestError
 from rosetta_t5.serving.programs import CALLS, Programs, Request
 from rosetta_t5.trained_model import OpenedModel
 
@@ -87,9 +87,9 @@ class ServedModel:
     self.has_chat = self._chat is not None
     ends = sorted(getattr(self._vocabulary, "end_ids", {self._vocabulary.eos_id or 1}))
     self._ends = tuple(self._chat.decoding["decoder_params"]["eos_id"] if self._chat else ends)
-    opened = dataclasses.replace(opened, model=_with_beam_search(self._model, controls))
-    limits = (num_slots, self.input_length, self.output_length)
-    self._make_programs = functools.partial(Programs, opened, *limits, self._ends, controls, calls)
+    changed = dataclasses.replace(opened, model=_with_beam_search(self._model, controls))
+    limits = (num_slots, self.input_length, self.output_length, self._ends)
+    self._make_programs = functools.partial(Programs, changed, *limits, controls, calls)
 
   def compile(self) -> None:
     """Compiles all programs."""
@@ -172,41 +172,39 @@ class ServedModel:
     Raises:
       RequestError: too many requests are waiting, or the server ends.
     """
-    results: asyncio.Queue[NewToken | BaseException] = asyncio.Queue()
-    requests = [
-      Request(self._inputs(tokens), max_tokens, controls, results=results, index=index)
-      for index, (tokens, controls) in enumerate(texts)
-    ]
+    results: asyncio.Queue[Any] = asyncio.Queue()
     streams = [StreamedText(self._vocabulary, stop) for _ in texts]
+    running: dict[int, Request] = {}
     try:
-      for request in requests:
-        self.engine.submit(request)
-      running = {*range(len(texts))}
+      for index, (tokens, controls) in enumerate(texts):
+        sequence = (self._inputs(tokens), max_tokens, controls)
+        running[index] = Request(*sequence, results=results, index=index)
+        self.engine.submit(running[index])
       while running:
-        token = await results.get()
-        if isinstance(token, BaseException):
-          raise token
-        index, text = token.request, streams[token.request]
+        if isinstance(found := await results.get(), BaseException):
+          raise found
+        index, output = found
         if index not in running:  # A stop text has ended it.
           continue
-        is_end = token.id in self._ends
-        text.tokens += [token.id] * (not is_end)
-        new, has_stopped = text.advance(is_complete=token.is_last)
+        is_end, is_last = int(output.token) in self._ends, bool(output.has_ended)
+        streams[index].tokens += [int(output.token)] * (not is_end)
+        new, has_stopped = streams[index].advance(is_last)
         reason = None
-        if token.is_last or has_stopped:
+        if is_last or has_stopped:
           reason = "stop" if is_end or has_stopped else "length"
-          running.discard(index)
-          self.engine.cancel(requests[index])
-        yield index, Piece(new, (self._token(token, texts[index][1]),), reason)
+          self.engine.cancel(running.pop(index))
+        yield index, Piece(new, (self._token(output, texts[index][1]),), reason)
     finally:
-      for request in requests:
+      for request in running.values():
         self.engine.cancel(request)
 
-  def _token(self, token: NewToken, controls: SlotControls) -> Token:
+  def _token(self, output: StepOutput, controls: SlotControls) -> Token:
+    token = int(output.token)
     if not controls.reports_probabilities:
-      return Token(token.id, "", 0.0)
-    top = tuple((self._text_of(each), log_prob) for each, log_prob in token.top)
-    return Token(token.id, self._text_of(token.id), token.log_prob, top)
+      return Token(token, "", 0.0)
+    pairs = zip(output.top_tokens.tolist(), output.top_log_probs.tolist(), strict=True)
+    top = tuple((self._text_of(each), log_prob) for each, log_prob in pairs)
+    return Token(token, self._text_of(token), float(output.log_prob), top)
 
   @functools.lru_cache(maxsize=10_000)  # noqa: B019 - models live as long as the process
   def _text_of(self, token: int) -> str:

@@ -7,7 +7,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_models import T5_1_1, make_batch, make_model, variables
+from tiny_models import T5_1_1, feature, make_batch, make_model, variables
+from transformers_texts import write_folder
 
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.trained_model import open_model_dir
@@ -50,27 +51,15 @@ def test_scanned_layers_have_the_weights_of_separate_ones_in_their_order():
 def test_they_are_the_means_of_transformers_cross_attentions(tmp_path):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
-  config = transformers.T5Config(
-    vocab_size=40, d_model=16, d_kv=4, d_ff=24, num_layers=3, num_heads=4, decoder_start_token_id=0
-  )
-  torch.manual_seed(0)
-  theirs = transformers.T5ForConditionalGeneration(config).eval()
-  with torch.no_grad():
-    for parameter in theirs.parameters():
-      if parameter.ndim > 1:
-        torch.nn.init.normal_(parameter, 0, 0.3)
-  theirs.save_pretrained(tmp_path)
+  write_folder("5.24.0/t5", tmp_path)
+  theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+  theirs.set_attn_implementation("eager")
   opened = open_model_dir(tmp_path)
   inputs, targets = np.array([[5, 9, 30, 1, 0, 0], [7, 8, 9, 10, 11, 1]]), np.array([[4, 6, 1]] * 2)
-  shifted = np.pad(targets, ((0, 0), (1, 0)))[:, :-1]
-  batch = {
-    "encoder_input_tokens": inputs,
-    "decoder_input_tokens": shifted,
-    "decoder_target_tokens": targets,
-  }
+  batch = feature(inputs, targets)
   weights = opened.model.cross_attention(opened.state.params, batch)
+  shifted = torch.tensor(np.asarray(batch["decoder_input_tokens"]))
   options = {"attention_mask": torch.tensor(inputs > 0), "output_attentions": True}
-  theirs.set_attn_implementation("eager")
-  outputs = theirs(torch.tensor(inputs), decoder_input_ids=torch.tensor(shifted), **options)
+  outputs = theirs(torch.tensor(inputs), decoder_input_ids=shifted, **options)
   expected = torch.stack(outputs.cross_attentions, 1).mean(2).detach().numpy()
   np.testing.assert_allclose(weights, expected, atol=1e-5)

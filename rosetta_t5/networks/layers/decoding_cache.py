@@ -9,7 +9,7 @@ The cache of a local layer is as long as its window: position p is written into 
 position p - length.
 
 `PRECOMPUTED` is the variable collection of arrays that are the same in every decoding step: the keys and
-values of the encoded inputs, and kernels in the type of the matmul (on a CPU also transposed, see
+values of the encoded inputs, relative biases, and kernels in the type of the matmul (on a CPU also transposed, see
 `layers.matmuls`). A module writes these variables when the collection is
 mutable, and reads them when they are given.
 """
