@@ -26,10 +26,12 @@ def encode_all(prompts: Any, model: ServedModel, field: str) -> list[list[int]]:
   return [model.encode(prompt, field) for prompt in given]
 
 
-def encode_conversation(given: Sequence[Any], model: ServedModel) -> list[int]:
-  """Returns the tokens of a conversation, whose messages are checked."""
+def encode_prompts(given: Mapping[str, Any], model: ServedModel) -> list[list[int]]:
+  """Returns the tokens of `prompt`, or of `messages`, which are checked."""
+  if "messages" not in given:
+    return encode_all(given["prompt"], model, "prompt")
   messages = []
-  for index, each in enumerate(given):
+  for index, each in enumerate(given["messages"]):
     place = f"messages[{index}]."
     message = fields.check(each, fields.MESSAGE, ("role", "content"), place)
     role, content = message["role"], message["content"]
@@ -42,7 +44,7 @@ def encode_conversation(given: Sequence[Any], model: ServedModel) -> list[int]:
       content = "".join(part["text"] for part in checked)
     # A developer is OpenAI's newer name of the system.
     messages.append({"role": "system" if role == "developer" else role, "content": content})
-  return model.encode_chat(messages)
+  return [model.encode_chat(messages)]
 
 
 class Generation:
@@ -73,10 +75,8 @@ class Generation:
     """
     get, self._is_chat, self._top = given.get, is_chat, given.get("logprobs")
     if is_chat:
-      self.prompts = [encode_conversation(given["messages"], model)]
       self._top = get("top_logprobs", 0) if self._top else None
-    else:
-      self.prompts = encode_all(given["prompt"], model, "prompt")
+    self.prompts = encode_prompts(given, model)
     self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
     self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
     controls = {name: given[name] for name in fields.CONTROLS if name in given}
@@ -129,7 +129,7 @@ class Generation:
     """Returns the numbers of tokens of the prompts and of the texts so far."""
     return usage(self.prompts, self.num_generated)
 
-  def choice(self, index: int, piece: Piece, **more: Any) -> dict[str, Any]:
+  def choice(self, index: int, piece: Piece) -> dict[str, Any]:
     """Returns the next piece of the text with this index, or the whole text."""
     role = {} if index in self._lengths else {"role": "assistant"}
     start = self._lengths.get(index, 0)
@@ -141,8 +141,7 @@ class Generation:
       logprobs = list_logprobs(piece.tokens, self._top, start)
     kind = "delta" if self.is_stream else "message"
     text = {kind: {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
-    shown = {"index": index, **text, "logprobs": logprobs}
-    return {**shown, "finish_reason": piece.finish_reason, **more}
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
 
 def _text_logprobs(tokens: Sequence[Token], top: int, start: int) -> dict[str, Any]:

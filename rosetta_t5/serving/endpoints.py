@@ -127,7 +127,10 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      return await _search(model, asked)
+      best = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
+      scored = enumerate((piece, {"score": api.finite(score)}) for piece, score in best)
+      choices = [{**asked.choice(index, piece), **score} for index, (piece, score) in scored]
+      return JSONResponse(asked.answer(choices, usage=asked.usage()))
     texts = asked.texts()
     pieces = _until(deadline, model.generate(texts, asked.max_tokens, asked.stop))
     if asked.is_stream:
@@ -170,10 +173,7 @@ class Endpoints:
     _check_encoder(model, "has no cross-attention")
     if ("prompt" in given) == ("messages" in given):
       raise RequestError("exactly one of prompt and messages must be given", "prompt")
-    if "messages" in given:
-      tokens = api.encode_conversation(given["messages"], model)
-    else:
-      tokens = model.encode(given["prompt"], "prompt")
+    (tokens,) = api.encode_prompts(given, model)
     weights, rows, columns = await model.attention(tokens, model.encode_target(given["target"]))
     layer, count = given.get("layer", -1), len(weights)
     if not count:
@@ -200,17 +200,6 @@ async def _in_turns(call: Callable[..., Any], *columns: Any) -> list[Any]:
 
 def _listed(model: ServedModel, **content: Any) -> Response:
   return JSONResponse({"object": "list", "model": model.name, **content})
-
-
-async def _search(model: ServedModel, asked: api.Generation) -> Response:
-  """Answers with the best texts of beam search."""
-  found = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
-  asked.num_generated = sum(length for *_, length in found)
-  choices = []
-  for index, (text, score, length) in enumerate(found):
-    reason = "stop" if length < model.output_length else "length"
-    choices.append(asked.choice(index, Piece(text, (), reason), score=api.finite(score)))
-  return JSONResponse(asked.answer(choices, usage=asked.usage()))
 
 
 async def _until(deadline: float, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:

@@ -213,15 +213,15 @@ class ServedModel:
       return str(tokenizer.id_to_piece(token)).replace("▁", " ")
     return str(self._vocabulary.decode([token]))
 
-  async def beams(self, tokens: Sequence[int], count: int) -> list[tuple[str, float, int]]:
-    """Returns the best texts of a beam search, the best first, at most NUM_BEAMS.
-
-    Each has its score and its number of tokens.
-    """
+  async def beams(self, tokens: Sequence[int], count: int) -> list[tuple[Piece, float]]:
+    """Returns the best texts of a beam search with their scores, the best first, at most NUM_BEAMS."""
     decodes_NT, scores_N = await self.engine.call("beams", self._inputs(tokens))
     texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
-    counts = (decodes_NT != self._model.pad_id).sum(axis=1).tolist()
-    return list(zip(texts, map(float, scores_N), counts, strict=True))[::-1][:count]
+    pieces = []
+    for text, decode in zip(texts, decodes_NT.tolist(), strict=True):
+      found = tuple(Token(token, "", 0.0) for token in decode if token != self._model.pad_id)
+      pieces.append(Piece(text, found, "stop" if len(found) < self.output_length else "length"))
+    return list(zip(pieces, map(float, scores_N), strict=True))[::-1][:count]
 
   async def score(self, tokens: Sequence[int], target: Sequence[int]) -> list[Token]:
     """Returns the tokens of a target with their log probabilities, given the tokens of the inputs."""

@@ -67,7 +67,8 @@ class LetterModel:
 
   async def beams(self, tokens, count):
     text = "".join(map(chr, tokens))
-    return [(text + "!" * n, -float(n), len(text) + n) for n in range(count)]
+    texts = [text + "!" * n for n in range(count)]
+    return [(Piece(x, (*map(_token, x),), "stop"), -float(n)) for n, x in enumerate(texts)]
 
   async def score(self, tokens, target):
     return [_token(chr(token)) for token in target]

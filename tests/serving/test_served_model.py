@@ -297,7 +297,7 @@ def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
   searching = EncoderDecoderModel(opened.model.module, VOCABULARY, VOCABULARY, None)
   options = {"num_decodes": 4, "return_all_decodes": True}
   _, aux = searching.predict_batch_with_aux(params, batch, **options)
-  got = [[score for _, score, _ in row] for row in beams]
+  got = [[score for _, score in row] for row in beams]
   np.testing.assert_allclose(got, np.asarray(aux["scores"])[:, ::-1][:, :2], rtol=1e-4)
 
 
