@@ -20,7 +20,7 @@ from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argu
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.models.decoding_model import DecodingStart
-from rosetta_t5.networks.layers.attention import CROSS_ATTENTION
+from rosetta_t5.networks.layers.stack import CROSS_ATTENTION
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 

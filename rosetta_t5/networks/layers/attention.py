@@ -22,10 +22,8 @@ from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Init
 from rosetta_t5.networks.layers.dropout import BatchRows, attention_dropout_scale
 from rosetta_t5.networks.layers.matmuls import Axes, Matmul, flat_row_axes, plain_matmul
 from rosetta_t5.networks.layers.positions import Rope, apply_rotary
+from rosetta_t5.networks.layers.stack import CROSS_ATTENTION
 from rosetta_t5.parallel.placement import constrain
-
-# The collection in which layers sow the weights of attention to encoded inputs, [B, H, T, S], if it is mutable.
-CROSS_ATTENTION = "cross_attention"
 
 
 class AttentionMode(enum.Enum):

@@ -13,12 +13,14 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import ScanIn, scan_with_axes
 
 from rosetta_t5.networks.expert_settings import has_experts
-from rosetta_t5.networks.layers.attention import CROSS_ATTENTION
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.layers.dropout import BatchRows
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
 from rosetta_t5.networks.other_networks import setting_of
+
+# The collection in which layers sow the weights of attention to encoded inputs, [B, H, T, S], if it is mutable.
+CROSS_ATTENTION = "cross_attention"
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
