@@ -69,23 +69,45 @@ def original(checkpoint, mode="predict"):
   return batch, jax.jit(function)(params, batch)
 
 
+def run_without(packages, program):
+  """Returns the JSON that a program prints in a process that cannot import these packages."""
+  program = f"import json, sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{program}"
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+  out = subprocess.run(
+    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+  )
+  return json.loads(out.stdout)
+
+
 def served(serve, texts):
   """Returns the outputs of a signature for texts in the order of the model, which the dict lacks."""
   outputs = serve(text_batch=import_tensorflow().constant(texts))
   return [outputs[f"output_{index}"] for index in range(len(outputs))]
 
 
+LOAD_SAVED_MODEL = """
+import tensorflow as tf
+serve = tf.saved_model.load("{folder}").signatures["serving_default"]
+results = []
+for texts in {batches}:
+  outputs = serve(text_batch=tf.constant(texts))
+  texts = [text.hex() for text in outputs["output_0"].numpy()]
+  results.append([texts, outputs["output_1"].numpy().tolist()])
+print(json.dumps(results))
+"""
+
+
 @pytest.mark.slow
-def test_saved_model_maps_texts_to_texts_for_any_batch_size(checkpoint, tmp_path):
+def test_tensorflow_alone_maps_texts_to_texts_for_any_batch_size(checkpoint, tmp_path):
   tf = import_tensorflow()
   export(checkpoint, tmp_path / "1", validation_examples=TEXTS)
-  serve = tf.saved_model.load(str(tmp_path / "1")).signatures["serving_default"]
+  program = LOAD_SAVED_MODEL.format(folder=tmp_path / "1", batches=[TEXTS[:1], TEXTS])
+  results = run_without(["jax", "flax", "seqio", "rosetta_t5"], program)
   _, (tokens, scores) = original(checkpoint)
   expected = [byte_vocabulary().decode_tf(row).numpy() for row in tf.constant(np.asarray(tokens))]
-  for count in (1, 3):
-    texts, served_scores = served(serve, TEXTS[:count])
-    assert texts.numpy().tolist() == expected[:count]
-    np.testing.assert_allclose(served_scores.numpy(), scores[:count], rtol=1e-4)
+  for count, (texts, found) in zip((1, 3), results, strict=True):
+    assert [bytes.fromhex(text) for text in texts] == expected[:count]
+    np.testing.assert_allclose(found, scores[:count], rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -114,23 +136,31 @@ def test_saved_model_returns_the_beams_that_gin_configures(checkpoint, tmp_path,
   assert (scores.numpy()[:, 0] <= scores.numpy()[:, 1]).all()  # the best last, as T5X has it
 
 
+LOAD_STABLEHLO = """
+import pathlib, jax.export, numpy as np
+from safetensors.numpy import load_file
+folder, params = pathlib.Path("{folder}"), {{}}
+program = jax.export.deserialize(bytearray((folder / "program.stablehlo").read_bytes()))
+for name, array in load_file(folder / "params.safetensors").items():
+  *parents, last = name.split("/")
+  node = params
+  for parent in parents:
+    node = node.setdefault(parent, {{}})
+  node[last] = array
+print(json.dumps(np.asarray(program.call(params, dict(np.load("{batch}")))[0]).tolist()))
+"""
+
+
 @pytest.mark.slow
-def test_stablehlo_runs_in_a_process_without_tensorflow(checkpoint, tmp_path):
+def test_jax_alone_runs_the_stablehlo(checkpoint, tmp_path):
   export(checkpoint, tmp_path / "1", mode="score")
   batch, (scores,) = original(checkpoint, "score")
   np.savez(tmp_path / "batch.npz", **batch)
-  program = (
-    "import sys, numpy as np\n"
-    "sys.modules['tensorflow'] = sys.modules['seqio'] = None\n"
-    "from rosetta_t5.export.functions import load_stablehlo\n"
-    f"score = load_stablehlo('{tmp_path}/1/stablehlo')\n"
-    f"print(np.asarray(score(dict(np.load('{tmp_path}/batch.npz')))[0]).tolist())"
-  )
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-  out = subprocess.run(
-    [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-  )
-  np.testing.assert_allclose(json.loads(out.stdout), scores, rtol=1e-4)
+  folder = tmp_path / "1/stablehlo"
+  program = LOAD_STABLEHLO.format(folder=folder, batch=tmp_path / "batch.npz")
+  without = run_without(["tensorflow", "seqio", "flax", "rosetta_t5"], program)
+  ours = load_stablehlo(folder)(batch)[0]
+  np.testing.assert_allclose([without, ours], [scores, scores], rtol=1e-4)
 
 
 def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):

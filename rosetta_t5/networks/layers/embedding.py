@@ -116,7 +116,8 @@ def make_token_embedder(config: Any, name: str | None = None) -> Embed:
 
 
 def _look_up(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
-  rows = table_VD.at[ids]
+  # Parameters may be arrays of numpy, as where an export is validated.
+  rows = jnp.asarray(table_VD).at[ids]
   return rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(dtype)
 
 
