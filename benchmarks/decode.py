@@ -1,9 +1,9 @@
-"""Times decoding with T5 1.1 on this machine's CPU, and Hugging Face's `generate` if it is installed.
+"""Times decoding with T5 1.1 on this machine's CPU, beside other engines that load what we write.
 
   python -m benchmarks.decode                    # ours: greedy and beam 4, batch 16, 512/64 tokens
-  python -m benchmarks.decode --beside-hf        # and Hugging Face's on PyTorch, in turns
+  python -m benchmarks.decode --beside transformers ctranslate2    # and these, in turns
 
-Both implementations have the same random weights and inputs and generate the same number of tokens for
+All engines have the same random weights and inputs and generate the same number of tokens for
 each input: no token ends a sequence. Each runs in a process of its own, and they take turns. The result
 is the median over the runs, encoder included, and the fraction of tokens that are equal to ours. Where the
 time is more than the CPU time, other programs have used the cores, and the times are not comparable.
@@ -11,17 +11,24 @@ time is more than the CPU time, other programs have used the cores, and the time
 
 import argparse
 import functools
+import json
 import os
+import pathlib
 import statistics
+import tempfile
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from benchmarks.hugging_face import hugging_face_config
-from benchmarks.turns import time_in_turns
+from benchmarks.turns import TimedRun, time_in_turns
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5.checkpoints.formats.hugging_face.folder import make_config_and_weights, write
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.transformer import Transformer
@@ -67,74 +74,103 @@ def our_decode(
   return lambda: np.asarray(predict(params, batch)[0])
 
 
-def hugging_face_decode(
-  size: str, inputs: np.ndarray, new_tokens: int, beams: int
+def write_folder(size: str, folder: pathlib.Path) -> None:
+  """Writes the random parameters as `rosetta-t5 convert --to hf` does; the name of token n is wN."""
+  flat = flatten_dict(random_params(size), sep="/")
+  arrays = {f"target/{name}": as_stored_array(array) for name, array in flat.items()}
+  network = model_config(size)
+  config, weights = make_config_and_weights(arrays, network, {})
+  names = {f"w{number}": number for number in range(network.vocab_size)}
+  tokenizer = folder / "tokenizer"
+  tokenizer.mkdir(parents=True)
+  Tokenizer(WordLevel(names, unk_token="w2")).save(str(tokenizer / "tokenizer.json"))
+  special = {"pad_token": "w0", "eos_token": "w1", "unk_token": "w2"}
+  about = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+  (tokenizer / "tokenizer_config.json").write_text(about)
+  write(folder, weights, config, tokenizer)
+
+
+def transformers_decode(
+  folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
 ) -> Callable[[], np.ndarray]:
-  """Returns the same function for transformers' T5ForConditionalGeneration.generate."""
+  """Returns the same function for Transformers' T5ForConditionalGeneration.generate."""
   # PyTorch's OpenMP threads spin for milliseconds at the end of each operation. If another program uses one
   # of the cores, a thread that spins keeps the one that it waits for from running, and greedy decoding, which
   # is thousands of short operations, takes five times as long. This is OpenMP's own limit for such a case.
   os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when PyTorch is imported
-  import torch
   import transformers
 
-  config = hugging_face_config(size, use_cache=True, eos_token_id=None)
-  module = transformers.T5ForConditionalGeneration(config).eval()
-  # transformers 5 ties the output layer to the embedding regardless of the configuration.
-  module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.clone())
-  module.load_state_dict(hugging_face_weights(random_params(size)))
+  module = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
+  return _generate(module, inputs, new_tokens, beams)
+
+
+def onnx_decode(
+  folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns the same function for ONNX Runtime, by Optimum."""
+  from optimum.exporters.onnx import main_export
+  from optimum.onnxruntime import ORTModelForSeq2SeqLM
+
+  exported = folder / "onnx"
+  if not exported.exists():
+    main_export(str(folder), exported, task="text2text-generation-with-past", do_validation=False)
+  return _generate(ORTModelForSeq2SeqLM.from_pretrained(exported), inputs, new_tokens, beams)
+
+
+def _generate(
+  module: Any, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  import torch
+
   module.generation_config.eos_token_id = None
   tokens = torch.from_numpy(inputs).long()
+  options = {"max_new_tokens": new_tokens, "num_beams": beams, "do_sample": False}
 
   def run() -> np.ndarray:
     with torch.inference_mode():
-      decodes = module.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=new_tokens,
-        num_beams=beams,
-        do_sample=False,
-      )
+      decodes = module.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     return decodes[:, 1:].numpy()
 
   return run
 
 
-def hugging_face_weights(params: Params) -> dict[str, Any]:
-  """Returns the parameters under the names that transformers uses."""
-  import torch
+def open_ctranslate2(folder: pathlib.Path, compute_type: str, **threads: int) -> Any:
+  """Returns CTranslate2's Translator of a folder, which is converted unless it was before."""
+  import ctranslate2
 
-  named = {
-    "shared.weight": params["token_embedder"]["embedding"],
-    "lm_head.weight": params["decoder"]["logits_dense"]["kernel"].T,
-  }
-  for stack in ("encoder", "decoder"):
-    named[f"{stack}.embed_tokens.weight"] = named["shared.weight"]
-    named[f"{stack}.final_layer_norm.weight"] = params[stack][f"{stack}_norm"]["scale"]
-    bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    named[bias] = params[stack]["relpos_bias"]["rel_embedding"].T
-    for name, layer in params[stack].items():
-      if name.startswith("layers_"):
-        named |= _block_weights(f"{stack}.block.{name.removeprefix('layers_')}.layer", layer)
-  return {name: torch.from_numpy(np.array(value)) for name, value in named.items()}
+  converted = folder / f"ctranslate2-{compute_type}"
+  if not converted.exists():
+    converter = ctranslate2.converters.TransformersConverter(str(folder))
+    converter.convert(str(converted), quantization=compute_type)
+  return ctranslate2.Translator(str(converted), compute_type=compute_type, **threads)
 
 
-def _block_weights(prefix: str, layer: Params) -> dict[str, np.ndarray]:
-  is_decoder = "self_attention" in layer
-  attention = {"0.SelfAttention": "self_attention" if is_decoder else "attention"}
-  norm = "pre_self_attention_layer_norm" if is_decoder else "pre_attention_layer_norm"
-  norms = {"0": norm, "2" if is_decoder else "1": "pre_mlp_layer_norm"}
-  if is_decoder:
-    attention["1.EncDecAttention"] = "encoder_decoder_attention"
-    norms["1"] = "pre_cross_attention_layer_norm"
-  weights = {f"{prefix}.{i}.layer_norm.weight": layer[norm]["scale"] for i, norm in norms.items()}
-  for theirs, ours in attention.items():
-    for short, name in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "out")):
-      weights[f"{prefix}.{theirs}.{short}.weight"] = layer[ours][name]["kernel"].T
-  for name in ("wi_0", "wi_1", "wo"):
-    dense = f"{prefix}.{2 if is_decoder else 1}.DenseReluDense.{name}.weight"
-    weights[dense] = layer["mlp"][name]["kernel"].T
-  return weights
+def translate(translator: Any, rows: Sequence[Any], new_tokens: int, beams: int = 1) -> np.ndarray:
+  """Returns the tokens that CTranslate2 generates for each of the rows of tokens."""
+  results = translator.translate_batch(
+    [[f"w{token}" for token in row] for row in rows],
+    beam_size=beams,
+    max_input_length=0,
+    max_decoding_length=new_tokens,
+    end_token=[],  # No token ends a sequence.
+  )
+  return np.array([[int(name[1:]) for name in result.hypotheses[0]] for result in results])
+
+
+def ctranslate2_decode(
+  compute_type: str, folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns the same function for CTranslate2."""
+  translator = open_ctranslate2(folder, compute_type, intra_threads=os.cpu_count() or 1)
+  return lambda: translate(translator, inputs, new_tokens, beams)
+
+
+OTHERS: dict[str, Callable[..., Callable[[], np.ndarray]]] = {
+  "transformers": transformers_decode,
+  "onnx": onnx_decode,
+  "ctranslate2": functools.partial(ctranslate2_decode, "float32"),
+  "ctranslate2-int8": functools.partial(ctranslate2_decode, "int8"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -145,32 +181,37 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), metavar=("ENC", "DEC"))
   parser.add_argument("--beams", type=int, nargs="+", default=(1, 4), help="1 is greedy decoding")
   parser.add_argument("--runs", type=int, default=3, help="timed runs of each implementation")
-  parser.add_argument("--beside-hf", action="store_true", help="time transformers' T5 as well")
+  parser.add_argument("--beside", nargs="+", choices=OTHERS, default=(), help="other engines")
   args = parser.parse_args(argv)
   if min(args.runs, args.batch_size, *args.lengths, *args.beams) < 1:
     parser.error("--runs, --batch-size, --lengths and --beams must be positive")
 
   shape = (args.batch_size, args.lengths[0])
-  inputs = np.random.default_rng(1).integers(2, 32000, shape, dtype=np.int32)
-  implementations = {"Hugging Face": hugging_face_decode} if args.beside_hf else {}
-  implementations["ours"] = our_decode
-  for beams in args.beams:
-    makers = {
-      name: functools.partial(make, args.size, inputs, args.lengths[1], beams)
-      for name, make in implementations.items()
-    }
-    timed = time_in_turns(makers, args.runs)
-    our_tokens = timed["ours"][-1].result
-    for name, runs in timed.items():
-      median = statistics.median(run.seconds for run in runs)
-      cpu = statistics.median(run.cpu_seconds for run in runs)
-      rate = args.batch_size * args.lengths[1] / median
-      same = np.mean(runs[-1].result == our_tokens)
-      print(
-        f"beam {beams} {name}: {median:.2f} s ({cpu:.2f} s of CPU time), {rate:.0f} tokens/s, {same:.1%} of "
-        "tokens equal ours",
-        flush=True,
-      )
+  highest = model_config(args.size).vocab_size
+  inputs = np.random.default_rng(1).integers(2, highest, shape, dtype=np.int32)
+  with tempfile.TemporaryDirectory() as root:
+    folder = pathlib.Path(root, "model")
+    if args.beside:
+      write_folder(args.size, folder)
+    for beams in args.beams:
+      given = (inputs, args.lengths[1], beams)
+      makers = {name: functools.partial(OTHERS[name], folder, *given) for name in args.beside}
+      makers["ours"] = functools.partial(our_decode, args.size, *given)
+      timed = time_in_turns(makers, args.runs)
+      for name, runs in timed.items():
+        report(f"beam {beams} {name}", runs, timed["ours"][-1].result)
+
+
+def report(title: str, runs: Sequence[TimedRun], our_tokens: np.ndarray) -> None:
+  """Prints the times of an engine, and how many of its tokens are ours."""
+  seconds, cpu = (statistics.median(x) for x in zip(*(run[:2] for run in runs), strict=True))
+  best = min(run.seconds for run in runs)
+  same = np.mean(runs[-1].result == our_tokens)
+  print(
+    f"{title}: {seconds:.2f} s ({cpu:.2f} s of CPU time), {our_tokens.size / seconds:.0f} tokens/s, at best "
+    f"{our_tokens.size / best:.0f}; {same:.1%} of tokens equal ours",
+    flush=True,
+  )
 
 
 if __name__ == "__main__":

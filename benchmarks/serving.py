@@ -2,16 +2,23 @@
 
   python -m benchmarks.serving                # T5 1.1 small: 64 requests, 16 at a time, 512/64 tokens
   python -m benchmarks.serving --size tiny
+  python -m benchmarks.serving --beside-ctranslate2   # and CTranslate2, in the same turns
 
 The weights are random, and hardly any sequence ends by itself: each request generates between half and all of 64 tokens. A
 batch ends when its longest sequence does. The inputs have between 17 and 512 tokens; a batch is
 computed at the length of its longest one, as `infer` does. Answers are compared with those of the batches.
+CTranslate2 gets the same batches, and the requests from 16 threads, with one core for each of them.
 """
 
 import argparse
 import asyncio
+import concurrent.futures
 import functools
+import multiprocessing
+import os
+import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +27,7 @@ import jax
 import numpy as np
 import seqio
 
-from benchmarks.decode import random_params
+from benchmarks.decode import open_ctranslate2, random_params, translate, write_folder
 from rosetta_t5 import decoding
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.decoding.slots import SlotControls
@@ -33,7 +40,7 @@ from rosetta_t5.serving import ServedModel
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
 
-_SLOTS = 16
+_SLOTS, _CORES = 16, os.cpu_count() or 1
 
 
 def open_random(size: str, lengths: Mapping[str, int]) -> OpenedModel:
@@ -93,6 +100,40 @@ def compute_batches(
   return time.perf_counter() - begun, answers
 
 
+def ask_ctranslate2(
+  translator: tuple[str, str, int], prompts: Sequence[list[int]], limits: Sequence[int], rows: int
+) -> tuple[float, float, list[list[int]]]:
+  """Returns the seconds of all requests to CTranslate2, the seconds of CPU time, and the tokens.
+
+  Args:
+    translator: the arguments of `_translator`.
+    prompts: the inputs.
+    limits: the number of tokens to generate for each.
+    rows: the number of inputs in a request.
+  """
+  opened = _translator(*translator)
+
+  def ask(start: int) -> list[list[int]]:
+    ends = limits[start : start + rows]
+    decodes = translate(opened, prompts[start : start + rows], max(ends))
+    return [row[:end].tolist() for row, end in zip(decodes, ends, strict=True)]
+
+  begun, cpu_begun = time.perf_counter(), time.process_time()
+  with concurrent.futures.ThreadPoolExecutor(_SLOTS if rows == 1 else 1) as clients:
+    parts = clients.map(ask, range(0, len(prompts), rows))
+    answers = [answer for part in parts for answer in part]
+  return time.perf_counter() - begun, time.process_time() - cpu_begun, answers
+
+
+@functools.cache
+def _translator(size: str, kind: str, parallel: int) -> Any:
+  """Returns CTranslate2's Translator, which computes so many requests at the same time."""
+  with tempfile.TemporaryDirectory() as root:
+    write_folder(size, folder := pathlib.Path(root, "model"))
+    threads = {"inter_threads": parallel, "intra_threads": max(1, _CORES // parallel)}
+    return open_ctranslate2(folder, kind, **threads)
+
+
 async def main() -> None:
   """Prints tokens per second of both, for several rounds."""
   parser = argparse.ArgumentParser(description=__doc__)
@@ -100,7 +141,10 @@ async def main() -> None:
   parser.add_argument("--requests", type=int, default=64)
   parser.add_argument("--rounds", type=int, default=3)
   parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), help="inputs and targets")
+  parser.add_argument("--beside-ctranslate2", action="store_true", help="time CTranslate2 as well")
   options = parser.parse_args()
+  # In a process of its own: PyTorch, which its converter imports, and jax have different copies of LLVM.
+  others = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
   longest, total = options.lengths
   of_features = {"inputs": longest, "targets": total}
   opened = open_random(options.size, of_features)
@@ -110,9 +154,9 @@ async def main() -> None:
   model.start()
   print(f"start {time.perf_counter() - begun:.1f} s", flush=True)
   rng = np.random.default_rng(0)
-  count = options.requests
+  count, highest = options.requests, model_config(options.size).vocab_size
   prompts = [
-    rng.integers(3, 32_000, rng.integers(longest // 32 + 1, longest + 1)).tolist()
+    rng.integers(3, highest, rng.integers(longest // 32 + 1, longest + 1)).tolist()
     for _ in range(count)
   ]
   limits = rng.integers(total // 2, total + 1, count).tolist()
@@ -126,15 +170,29 @@ async def main() -> None:
   for _ in range(options.rounds):
     # Other prompts than before, so that no slot has their arrays already.
     prompts[:] = [rng.permutation(prompt).tolist() for prompt in prompts]
+    marks = [time.process_time()]
     seconds, served, firsts = await serve(model, prompts, limits)
+    marks.append(time.process_time())
     batch_seconds, computed = compute()
+    marks.append(time.process_time())
     rates.append((sum(limits) / seconds, sum(limits) / batch_seconds))
     equal = np.mean([a == b for a, b in zip(served, computed, strict=True)])
     print(
       f"served {rates[-1][0]:.0f} tokens/s, batches {rates[-1][1]:.0f}; the first token after "
-      f"{statistics.median(firsts):.2f} s; {equal:.1%} of the answers are equal",
+      f"{statistics.median(firsts):.2f} s; {equal:.1%} of the answers are equal; CPU time "
+      f"{marks[1] - marks[0]:.0f} and {marks[2] - marks[1]:.0f} s",
       flush=True,
     )
+    for kind in ("float32", "int8") if options.beside_ctranslate2 else ():
+      for parallel, rows in ((_CORES, 1), (1, _SLOTS)):
+        given = ((options.size, kind, parallel), prompts, limits, rows)
+        their_seconds, cpu, theirs = others.submit(ask_ctranslate2, *given).result()
+        equal = np.mean([a == b for a, b in zip(theirs, computed, strict=True)])
+        print(
+          f"CTranslate2 {kind}, {rows} inputs at a time: {sum(limits) / their_seconds:.0f} tokens/s; "
+          f"{equal:.1%} of the answers are equal; CPU time {cpu:.0f} s",
+          flush=True,
+        )
   print(f"ratio {statistics.median(a / b for a, b in rates):.2f}")
   await model.engine.stop()
 

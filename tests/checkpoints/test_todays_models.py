@@ -13,7 +13,6 @@ import logging
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import todays_models
@@ -23,7 +22,6 @@ from todays_models import INPUTS, LENGTH, SHAPES, TARGETS, batch_of, logits, the
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.conversion.convert import convert
-from rosetta_t5.decoding import beam_search, temperature_sample
 
 torch = pytest.importorskip("torch", reason="Transformers needs PyTorch")
 transformers = pytest.importorskip("transformers", minversion="5.24", reason="is the oracle")
@@ -76,10 +74,9 @@ def test_logits_of_a_packed_row_are_those_of_its_examples(pair):
 @pytest.mark.parametrize("beams", [1, 4])
 def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams):
   found, theirs = pair
-  shift, is_decoder = found.shift, found.settings.is_gpt
+  is_decoder = found.settings.is_gpt
   start = todays_models.start_of(found.path)
-  # Token 0 is padding here.
-  words = [] if shift else [[0]]
+  words = [] if found.shift else [[0]]  # Token 0 is padding here.
   options = {"bad_words_ids": words or None, "num_beams": beams, "length_penalty": 0.0}
   expected = []
   for tokens in INPUTS:
@@ -92,30 +89,7 @@ def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams):
       **options,
     )
     expected.append(decoded[0, ids.shape[1] if is_decoder else 1 :].tolist())
-  decoder = {"bad_words_ids": words}
-  decoder |= {"alpha": 0.0, "max_decode_step": NEW_TOKENS} if beams > 1 else {}
-  model = found.model
-  model._decode_fn = beam_search if beams > 1 else temperature_sample
-  if is_decoder:
-    rows = [[0, *(token + shift for token in row)] for row in INPUTS]
-    width = max(map(len, rows))
-    ones = [[1] * len(row) for row in rows]
-    batch = {
-      "decoder_input_tokens": todays_models.pad(rows, length=width + NEW_TOKENS - 1),
-      "decoder_causal_attention": todays_models.pad(ones, length=width),
-    }
-  else:
-    batch = {
-      "encoder_input_tokens": todays_models.pad(INPUTS),
-      "decoder_input_tokens": np.zeros((2, NEW_TOKENS), int),
-    }
-  predict = jax.jit(
-    lambda params, batch: model.predict_batch_with_aux(
-      params, batch, num_decodes=beams, decoder_params=decoder
-    )[0]
-  )
-  decodes = np.asarray(predict(found.params, {k: jnp.asarray(x) for k, x in batch.items()}))
-  assert (decodes[:, :NEW_TOKENS] - shift).tolist() == expected
+  assert todays_models.decode(found, INPUTS, NEW_TOKENS, beams) == expected
 
 
 def test_loss_and_gradients_of_a_batch_are_those_of_pytorch(pair):

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.conversion.model_settings import read_model_settings
-from rosetta_t5.decoding import temperature_sample
+from rosetta_t5.decoding import beam_search, temperature_sample
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
 
@@ -111,13 +112,17 @@ TARGETS = [[13, 5, 24, 38, 16, 9, 29, 2, 34, 18, 25], [20, 37, 4, 26, 32, 8, 1, 
 
 
 def save(name: str, path: Any) -> Any:
+  """Saves a model of SHAPES with Transformers, and returns it."""
+  return save_model(*SHAPES[name], path)
+
+
+def save_model(kind: str, entries: dict[str, Any], path: Any) -> Any:
   """Saves a model with Transformers, and returns it."""
   import torch
   import transformers
 
-  kind, entries = SHAPES[name]
   stacks = {side: SIZES | x for side, x in entries.items() if side in ("encoder", "decoder")}
-  has_sizes = kind == "LongT5" or stacks
+  has_sizes = kind.endswith("T5") or stacks
   entries = {**({"vocab_size": VOCAB} if has_sizes else SIZES), **entries, **stacks}
   if kind == "T5Gemma2":
     images = {"vision_config": VISION, "boi_token_index": 36, "image_token_index": 37}
@@ -126,6 +131,7 @@ def save(name: str, path: Any) -> Any:
     entries |= {"eoi_token_index": END_OF_IMAGE, "image_token_index": 37, **stacks}
   config = getattr(transformers, f"{kind}Config")(**entries, attn_implementation="eager")
   suffix = "ForConditionalGeneration" if has_sizes else "ForCausalLM"
+  suffix = "LMHeadModel" if kind == "GPT2" else suffix
   model = getattr(transformers, kind.removesuffix("Text") + suffix)(config).eval()
   fill(model)
   model.generation_config.eos_token_id = None
@@ -149,6 +155,8 @@ def read(path: Any) -> types.SimpleNamespace:
   arrays = folder.read_arrays(path)
   settings = read_model_settings(path, arrays)
   config = settings.network.replace(dropout_rate=0.0)
+  if parameter_trees.has_own_biases(arrays):
+    config = config.replace(bias_per_layer=True)
   vocabulary = types.SimpleNamespace(eos_id=VOCAB + 5)  # no text ends
   if settings.is_gpt:
     arguments: Any = (DecoderWrapper(config), vocabulary, None, temperature_sample)
@@ -215,6 +223,33 @@ def logits(found: Any, batch: dict[str, jax.Array], **changes: Any) -> np.ndarra
     return result
 
   return np.asarray(jax.jit(compute)(found.params))[..., found.shift : found.shift + VOCAB]
+
+
+def decode(found: Any, rows: list[list[int]], new_tokens: int, beams: int = 1) -> list[list[int]]:
+  """Returns the tokens that this project generates for each row, by Transformers' ids."""
+  model, shift = found.model, found.shift
+  options = {"bad_words_ids": [] if shift else [[0]]}  # Token 0 is padding here.
+  options |= {"alpha": 0.0, "max_decode_step": new_tokens} if beams > 1 else {}
+  model._decode_fn = beam_search if beams > 1 else temperature_sample
+  if found.settings.is_gpt:
+    prompts = [[0, *(token + shift for token in row)] for row in rows]
+    width = max(map(len, prompts))
+    ones = [[1] * len(row) for row in prompts]
+    batch = {
+      "decoder_input_tokens": pad(prompts, length=width + new_tokens - 1),
+      "decoder_causal_attention": pad(ones, length=width),
+    }
+  else:
+    targets = np.zeros((len(rows), new_tokens), int)
+    batch = {"encoder_input_tokens": pad(rows), "decoder_input_tokens": targets}
+  predict = jax.jit(
+    lambda params, batch: model.predict_batch_with_aux(
+      params, batch, num_decodes=beams, decoder_params=options
+    )[0]
+  )
+  decodes = np.asarray(predict(found.params, {k: jnp.asarray(x) for k, x in batch.items()}))
+  tokens: list[list[int]] = (decodes[:, :new_tokens] - shift).tolist()
+  return tokens
 
 
 def start_of(path: Any) -> int:
