@@ -7,6 +7,7 @@ one kernel, only if the program has the form for it (benchmarks/results/2026-11-
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from rosetta_t5.networks.layers.matmuls import flat_row_axes
-from rosetta_t5.parallel.placement import target_device
+from rosetta_t5.parallel.placement import current, target_device
 
 
 def computes_on_gpu(module: nn.Module) -> bool:
@@ -32,6 +33,35 @@ def with_common_factor(tree: Any) -> Any:
     return tree
   factors = jax.lax.optimization_barrier(jnp.ones(2))
   return jax.tree.map(lambda x: x * factors[0].astype(x.dtype), tree)
+
+
+def cast_parameter(x: jax.Array, dtype: Any) -> jax.Array:
+  """Returns a parameter in the type of its layer; a GPU casts several parameters of one shape in one kernel."""
+  return x if x.dtype == dtype else with_common_factor(x).astype(dtype)
+
+
+def square_sums(tree: Any) -> list[jax.Array]:
+  """Returns the sum of squares of each array, computed in float32.
+
+  A GPU computes sums of rows first: XLA needs two kernels for the sum of a large array, and fuses only the first
+  of them with those of other arrays.
+  """
+  arrays = [jnp.atleast_1d(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
+  if target_device().platform != "gpu":
+    return [jnp.sum(jnp.square(x)) for x in arrays]
+  sums: dict[int, jax.Array] = {}
+  for shape in dict.fromkeys(x.shape for x in arrays):
+    same = [index for index, x in enumerate(arrays) if x.shape == shape]
+    # However rows are split over devices, each part of a row is on one device.
+    parts = (*shape[:-1], math.gcd(shape[-1], current().mesh.size), -1)
+    rows = jnp.stack([jnp.sum(jnp.square(arrays[i].reshape(parts)), axis=-1) for i in same])
+    sums |= zip(same, jnp.sum(rows, axis=range(1, rows.ndim)), strict=True)
+  return [sums[index] for index in range(len(arrays))]
+
+
+def global_norm(tree: Any) -> jax.Array:
+  """Returns the L2 norm over all arrays in float32."""
+  return jnp.sqrt(sum(square_sums(tree), start=jnp.float32(0)))
 
 
 def separate_from_matmul(module: nn.Module, x: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
 
 from rosetta_t5.telemetry.gpus import gpu_of
 
@@ -53,7 +52,7 @@ class RunMetrics:
     self._flops = flops
     self._peak = peak_flops(mesh.devices.flat)
     self._first_step = first_step
-    self._norm = jax.jit(global_norm)
+    self._norm = jax.jit(lambda params: optax.tree.norm(optax.tree.cast(params, jnp.float32)))
 
   def __call__(self, step: int, values: Mapping[str, float], train_state: Any) -> dict[str, float]:
     """Returns the metrics by name.
@@ -82,12 +81,6 @@ def peak_memory() -> dict[str, float]:
   statistics = [device.memory_stats() or {} for device in jax.local_devices()]
   in_use = [one["peak_bytes_in_use"] for one in statistics if "peak_bytes_in_use" in one]
   return {HOST_MEMORY: peak / 2**30} | ({DEVICE_MEMORY: max(in_use) / 2**30} if in_use else {})
-
-
-def global_norm(tree: PyTree) -> Float[Array, ""]:
-  """Returns the L2 norm over all leaves, computed in float32."""
-  squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-  return jnp.sqrt(sum(squares, start=jnp.float32(0)))
 
 
 def skipped_steps(param_states: PyTree) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.networks.gpu_fusion import with_common_factor
+from rosetta_t5.networks.gpu_fusion import global_norm, square_sums, with_common_factor
 from rosetta_t5.telemetry import metrics as metrics_lib
-from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM, global_norm
+from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM
 from rosetta_t5.training.losses import with_divisors
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss, replace_part
 from rosetta_t5.training.train_state import params_to_evaluate, trained_params, uses_loss
@@ -60,7 +60,7 @@ def train_step(
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
-  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, grads)
+  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, square_sums(grads))
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
   metrics |= weight_metrics(_of_all(grads, state), state, new_state) if weight_metrics else {}
   return new_state, metrics
@@ -204,11 +204,15 @@ class FirstNonFinite(clu_metrics.Metric):
   bad: Bool[Array, " N"]
 
   @classmethod
-  def of(cls, step: jax.Array, loss: jax.Array, grads: PyTree) -> FirstNonFinite:
-    """Returns the record of one step."""
-    # A sum is finite if all terms are, unless they are so large that they overflow, as the norm does then.
-    sums = [jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in jax.tree.leaves(grads)]
-    return cls(step=step, bad=~jnp.isfinite(jnp.stack([loss.astype(jnp.float32), *sums])))
+  def of(cls, step: jax.Array, loss: jax.Array, squares: Sequence[jax.Array]) -> FirstNonFinite:
+    """Returns the record of one step.
+
+    Args:
+      step: the number of steps completed before.
+      loss: the loss.
+      squares: the sum of squares of each gradient, which is finite unless a value is not, or the norm overflows.
+    """
+    return cls(step=step, bad=~jnp.isfinite(jnp.stack([loss.astype(jnp.float32), *squares])))
 
   def merge(self, other: FirstNonFinite) -> FirstNonFinite:
     """Returns the earlier record that is bad, or else the later record."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
 
-from rosetta_t5.networks.gpu_fusion import with_common_factor
+from rosetta_t5.networks.gpu_fusion import global_norm, square_sums, with_common_factor
 from rosetta_t5.networks.transformer import Transformer
+from rosetta_t5.training.optimizers.optax_wrapper import chain
 
 GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
 
@@ -36,12 +39,48 @@ def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
   assert_close(results[1], results[0], 1e-5)
 
 
+def as_on_gpu(fn, *args, devices=1):
+  """Returns what a program that is traced for GPUs computes."""
+  with jax.sharding.use_abstract_mesh(AbstractMesh((devices,), ("data",), abstract_device=GPU)):
+    traced = jax.jit(fn).trace(*args)
+  return traced.lower(lowering_platforms=("cpu",)).compile()(*args)
+
+
+@pytest.mark.parametrize("devices", [1, 6])
+def test_sums_of_rows_add_up_to_the_square_of_each_array(devices):
+  arrays = [
+    np.random.default_rng(0).normal(size=size) for size in ((4, 8), (3,), (4, 8), (), (2, 3, 6))
+  ]
+  squares = as_on_gpu(square_sums, [jnp.float32(x) for x in arrays], devices=devices)
+  np.testing.assert_allclose(squares, [np.square(x).sum() for x in arrays], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3, np.nan])
+def test_gradients_are_clipped_as_optax_clips_them(scale):
+  rng = np.random.default_rng(0)
+  grads = {name: jnp.float32(rng.normal(size=(3, 8))) for name in "abc"}
+  grads["a"] *= scale
+  clip = optax.clip_by_global_norm(1.0)
+  optimizer = chain([clip, optax.sgd(1.0)])
+  state = optimizer.init_state(grads)
+
+  def update(grads):
+    params = jax.tree.map(jnp.zeros_like, grads)
+    return optimizer.apply_gradient(optimizer.hyper_params, params, state, grads)[0]
+
+  expected = jax.tree.map(jnp.negative, clip.update(grads, clip.init(grads))[0])
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-6), as_on_gpu(update, grads), expected
+  )
+
+
+def test_the_norm_of_no_arrays_is_zero():
+  assert global_norm({}) == as_on_gpu(global_norm, {}) == 0.0
+
+
 def test_a_common_factor_does_not_change_a_bit():
   grads = {"a": jnp.array([1 / 3, -0.0, jnp.inf]), "b": jnp.array([1 / 3], jnp.bfloat16)}
-  with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=GPU)):
-    traced = jax.jit(with_common_factor).trace(grads)
-  assert str(traced.jaxpr).count("mul") == 2
-  same = traced.lower(lowering_platforms=("cpu",)).compile()(grads)
+  same = as_on_gpu(with_common_factor, grads)
   for name, grad in grads.items():
     assert same[name].dtype == grad.dtype
     np.testing.assert_array_equal(np.signbit(same[name]), np.signbit(grad))

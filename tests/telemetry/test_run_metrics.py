@@ -19,7 +19,6 @@ from rosetta_t5.telemetry.run_metrics import (
   NonFiniteError,
   RunMetrics,
   first_bad_name,
-  global_norm,
   raise_if_nonfinite,
   skipped_steps,
 )
@@ -64,10 +63,6 @@ def test_samples_of_the_training_before_the_run_are_not_counted():
 @pytest.mark.parametrize("unknown", [{"devices": jax.devices()}, {"flops": None}, {"values": {}}])
 def test_utilization_is_omitted_if_peak_flops_or_speed_are_unknown(unknown):
   assert "timing/model_flops_utilization" not in measured(**{"devices": [H200]} | unknown)
-
-
-def test_norm_of_an_empty_tree_is_zero():
-  assert global_norm({}) == 0.0
 
 
 def skipping():

@@ -18,6 +18,7 @@ from tiny_models import (
   with_padding,
 )
 
+from rosetta_t5.networks.gpu_fusion import square_sums
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.telemetry.metrics import set_time_metrics_duration
 from rosetta_t5.telemetry.run_metrics import first_bad_name
@@ -207,14 +208,14 @@ def test_first_nonfinite_tensor_is_named(loss, bad, name):
     return grad.at[(0,) * grad.ndim].set(bad[key]) if key in bad else grad
 
   grads = jax.tree_util.tree_map_with_path(spoil, GRADS)
-  record = FirstNonFinite.of(jnp.int32(3), jnp.float32(loss), grads)
+  record = FirstNonFinite.of(jnp.int32(3), jnp.float32(loss), square_sums(grads))
   assert first_bad_name(record.bad, GRADS) == name
   assert bool(record.compute()) is (name is not None)
 
 
 def test_merging_keeps_the_first_bad_step():
   def record(step, **bad):
-    return FirstNonFinite.of(jnp.int32(step), jnp.float32(bad.get("loss", 0.0)), GRADS)
+    return FirstNonFinite.of(jnp.int32(step), jnp.float32(bad.get("loss", 0.0)), [jnp.ones(())])
 
   good, first, second = record(1), record(2, loss=np.nan), record(3, loss=np.inf)
   for order in ([good, first, second], [first, second]):
@@ -224,7 +225,7 @@ def test_merging_keeps_the_first_bad_step():
 
 def test_large_finite_gradients_are_not_recorded():
   grads = GRADS | {"b": jnp.full(4, 1e18, jnp.bfloat16)}
-  assert not FirstNonFinite.of(jnp.int32(0), jnp.float32(0), grads).compute()
+  assert not FirstNonFinite.of(jnp.int32(0), jnp.float32(0), square_sums(grads)).compute()
 
 
 def test_nan_parameter_is_recorded_as_a_nonfinite_loss():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.gpu_fusion import computes_on_gpu, separate_from_matmul
+from rosetta_t5.networks.gpu_fusion import cast_parameter, computes_on_gpu, separate_from_matmul
 from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 from rosetta_t5.networks.layers.dropout import BatchRows, feature_dropout
 from rosetta_t5.networks.layers.matmuls import (
@@ -87,7 +87,7 @@ class DenseParameters(nn.Module):
       kernel: Any = stored.replace(kernel=constrain(stored.kernel, axes)).astype(self.dtype)
     else:
       stored = param_with_axes("kernel", initialize, axes=axes)
-      kernel = jnp.asarray(stored.reshape(matrix), self.dtype)
+      kernel = cast_parameter(stored.reshape(matrix), self.dtype)
     if self.kernel_divisor is not None:
       kernel = kernel / self.kernel_divisor
     if not self.use_bias:

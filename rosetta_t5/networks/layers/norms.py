@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
-from rosetta_t5.networks.gpu_fusion import computes_on_gpu
+from rosetta_t5.networks.gpu_fusion import cast_parameter, computes_on_gpu
 from rosetta_t5.networks.layers.dense import Initializer
 from rosetta_t5.parallel.placement import constrain
 
@@ -50,8 +50,9 @@ class LayerNorm(nn.Module):
     normalize: Callable[..., jax.Array] = self._normalize
     if computes_on_gpu(self) and not self.subtract_mean:
       # Without a saved statistic, XLA normalizes in one kernel, which reads its input once. The scale
-      # is gathered before, not again in the backward pass.
+      # is gathered and cast before, not again in the backward pass.
       scale_D = constrain(scale_D, (None,))
+      scale_D = scale_D if self.plus_one else cast_parameter(scale_D, self.dtype)
       normalize = jax.checkpoint(normalize)
     return normalize(x, scale_D, bias_D)
 

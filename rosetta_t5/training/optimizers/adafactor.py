@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Probability, Rate
-from rosetta_t5.telemetry.run_metrics import global_norm
+from rosetta_t5.networks.gpu_fusion import global_norm
 from rosetta_t5.training.optimizers import factor_rules, optimizer_def
 from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, HParamMap
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState

@@ -11,7 +11,7 @@ import optax
 from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
-from rosetta_t5.telemetry.run_metrics import global_norm
+from rosetta_t5.networks.gpu_fusion import global_norm
 from rosetta_t5.training.optimizers import optimizer_def
 from rosetta_t5.training.optimizers.optimizer_def import (
   Optimizer,

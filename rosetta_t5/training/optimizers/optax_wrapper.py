@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rosetta_t5.networks.gpu_fusion import global_norm
+from rosetta_t5.parallel.placement import target_device
 from rosetta_t5.training.optimizers import optimizer_def
 from rosetta_t5.training.optimizers.matrices import Factors, matrix_dims
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
@@ -219,7 +221,26 @@ def _make_entry(one: Any, learning_rate: Any, param_axes: PyTree) -> optax.Gradi
       f"chain.transformations contains a whole optimizer, {type(one).__name__}: write a function of "
       "optax, such as @optax.adamw instead of @optimizers.adamw"
     )
-  return one
+  is_clip = getattr(one.update, "__qualname__", "").startswith("clip_by_global_norm.")
+  return _clip_on_gpu(one) if is_clip else one
+
+
+def _clip_on_gpu(clip: optax.GradientTransformation) -> optax.GradientTransformation:
+  """Returns `optax.clip_by_global_norm`; a GPU computes the norm in few kernels."""
+
+  def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+    if target_device().platform != "gpu":
+      return clip.update(updates, state, params)
+    norm = global_norm(updates)
+    clipped, state = clip.update(norm, state)  # It treats the norm as an array of one number.
+    is_small = clipped >= norm  # False for NaN
+
+    def clip_one(x: jax.Array) -> jax.Array:
+      return jnp.where(is_small, x, (x / norm * clipped).astype(x.dtype))
+
+    return jax.tree.map(clip_one, updates), state
+
+  return optax.GradientTransformation(clip.init, update)
 
 
 adabelief = wrap_optax_optimizer(optax.adabelief)
