@@ -1,4 +1,4 @@
-"""Layers written so that XLA for GPUs fuses their operations into few kernels.
+"""Layers and functions of parameters written so that XLA for GPUs fuses their operations into few kernels.
 
 The numbers are the same but for rounding. XLA fuses the addition of one array into a matmul, and a norm into
 one kernel, only if the program has the form for it (benchmarks/results/2026-11-23-fusion-bytes.md).
