@@ -19,7 +19,7 @@ _BLOCK = re.compile(
   (?P<text>.*?)^(?P=indent)```$""",
   re.MULTILINE | re.DOTALL | re.VERBOSE,
 )
-_PROMPT = re.compile(r"^\$ (.*(?:\\\n.*)*)", re.MULTILINE)
+_PROMPT = re.compile(r"^\$ ((?:.*\\\n)*.*)", re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
