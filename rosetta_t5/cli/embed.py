@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   )
   add(
     "--pooling",
-    choices=("mean", "first"),
-    help="of the encoder's outputs, without what a folder of sentence-transformers computes of them "
+    choices=("mean", "first", "none"),
+    help="of the encoder's outputs (none: a vector of each token, the end token last), without what a folder of sentence-transformers computes of them "
     "(default: its pooling, projection and normalisation; mean elsewhere)",
   )
   text_commands.add_adapter_option(add)
@@ -53,6 +53,10 @@ def _embed(options: argparse.Namespace) -> int:
 
   if not options.output.endswith(_SUFFIXES):
     raise ConfigError(f"--output must end with {' or '.join(_SUFFIXES)}, got {options.output}")
+  if options.pooling == "none" and options.output.endswith(".npy"):
+    raise ConfigError(
+      "--pooling none writes a list of vectors per text: --output must end with .parquet"
+    )
   if os.path.exists(options.output):
     raise ConfigError(f"--output {options.output} exists: give another name, or remove the file")
   if text_commands.has_conversations(options):
@@ -70,10 +74,12 @@ def _embed(options: argparse.Namespace) -> int:
   texts = [row.example["input"] if row.example else "" for row in rows]
   computed = _compute(model, texts, lengths, options.batch_size, pooling)
   found = dict(terminal.track(computed, "embedding", len(texts), "texts", sys.stderr))
-  vectors_ND = np.stack([found[index] for index in range(len(texts))])
+  vectors = [np.atleast_2d(found[index]) for index in range(len(texts))]  # of each text
+  vectors_ND = np.concatenate(vectors)
   for step in folder.steps if folder else ():
     vectors_ND = step(vectors_ND)
-  _write(options.output, columns, vectors_ND)
+  counts = [len(of_text) for of_text in vectors] if options.pooling == "none" else None
+  _write(options.output, columns, vectors_ND, counts)
   print(f"{options.output}: {len(vectors_ND)} vectors of {vectors_ND.shape[1]} numbers")
   return 0
 
@@ -122,8 +128,9 @@ def _compute(
     examples = [{"input": texts[index], "target": ""} for index in indices]
     truncated += inference.count_truncated(examples)
     results, _ = inference.infer(InferenceType.EMBED, examples, *call, pooling=pooling)
-    for index, (_, vector_D) in zip(indices, results, strict=True):
-      yield index, np.asarray(vector_D, np.float32)
+    for index, (_, vectors) in zip(indices, results, strict=True):
+      found = np.asarray(vectors, np.float32)
+      yield index, found[found.any(axis=-1)] if pooling == "none" else found
   for note in text_commands.notes_on_truncated(truncated, lengths):
     print(f"note: {note}", file=sys.stderr)
 
@@ -141,8 +148,13 @@ def _columns(inputs: Sequence[str | Mapping[str, Any]]) -> dict[str, list[Any]]:
   return {name: [record.get(name) for record in records] for name in names}
 
 
-def _write(path: str, columns: Mapping[str, list[Any]], vectors_ND: np.ndarray) -> None:
-  """Writes the vectors, in a Parquet file beside the columns."""
+def _write(
+  path: str,
+  columns: Mapping[str, list[Any]],
+  vectors_ND: np.ndarray,
+  counts: Sequence[int] | None = None,
+) -> None:
+  """Writes the vectors, in a Parquet file beside the columns: one per row, or `counts` of them."""
   buffer = io.BytesIO()
   if pathlib.PurePath(path).suffix == ".npy":
     np.save(buffer, vectors_ND)
@@ -152,5 +164,7 @@ def _write(path: str, columns: Mapping[str, list[Any]], vectors_ND: np.ndarray) 
 
     width = vectors_ND.shape[1]
     vectors = pa.FixedSizeListArray.from_arrays(pa.array(vectors_ND.reshape(-1)), width)
+    if counts is not None:
+      vectors = pa.ListArray.from_arrays(np.cumsum([0, *counts], dtype=np.int32), vectors)
     pq.write_table(pa.table({**columns, _COLUMN: vectors}), buffer)
   write_atomically(path, buffer.getvalue())

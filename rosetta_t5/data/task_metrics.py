@@ -18,6 +18,7 @@ import numpy as np
 __all__ = [
   "accuracy",
   "bleu",
+  "chrf",
   "f1_score_with_invalid",
   "lambada",
   "macro_f1",
@@ -162,6 +163,13 @@ def bleu(
 
   references: Any = targets if targets and isinstance(targets[0], list) else [targets]
   return {"bleu": sacrebleu.corpus_bleu(predictions, references, tokenize=tokenizer).score}
+
+
+def chrf(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
+  """Returns {"chrf"} of the corpus, as sacreBLEU computes it (Popović 2015)."""
+  import sacrebleu
+
+  return {"chrf": sacrebleu.corpus_chrf(predictions, [targets]).score}
 
 
 def rouge(

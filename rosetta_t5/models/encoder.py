@@ -30,14 +30,16 @@ class EncoderModel(EncoderDecoderModel):
     encode = self.module.encode
     return freeze(self.module.init(rng, tokens, enable_dropout=False, method=encode))
 
-  def embed_batch(self, params: PyTree, batch: Batch, pooling: str = "mean") -> Float[Array, "B D"]:
-    """Returns one float32 vector of each text.
+  def embed_batch(
+    self, params: PyTree, batch: Batch, pooling: str = "mean"
+  ) -> Float[Array, "B D"] | Float[Array, "B S D"]:
+    """Returns one float32 vector of each text, or of each of its tokens.
 
     Args:
       params: the encoder's parameters.
       batch: `encoder_input_tokens` [B, S].
       pooling: "mean" of the encoder's outputs for all tokens that are not padding, or "first" for
-        that of the first token.
+        that of the first token; "none" for all of them, which are zeros for padding.
     """
     tokens_BS = batch["encoder_input_tokens"]
     encode = self.module.encode
@@ -48,4 +50,6 @@ class EncoderModel(EncoderDecoderModel):
     if pooling == "first":
       return encoded_BSD[:, 0]
     real_BS1 = (tokens_BS != self.pad_id)[..., None]
+    if pooling == "none":
+      return encoded_BSD * real_BS1
     return jnp.sum(encoded_BSD * real_BS1, 1) / jnp.maximum(jnp.sum(real_BS1, 1), 1)

@@ -82,6 +82,16 @@ def test_a_parquet_file_has_the_columns_of_the_rows_beside_the_vectors(folder, t
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+def test_vectors_of_tokens_have_the_mean_and_the_first_that_transformers_computes(folder, tmp_path):
+  (tmp_path / "texts").write_text("".join(f"{text}\n" for text in TEXTS))
+  output = tmp_path / "out.parquet"
+  assert embed(folder, "--input", tmp_path / "texts", "--pooling", "none", "--output", output) == 0
+  found = [np.array(x) for x in pyarrow.parquet.read_table(output)["embedding"].to_pylist()]
+  for pooling, of_texts in (("mean", [x.mean(0) for x in found]), ("first", [x[0] for x in found])):
+    expected = recorded_vectors("encoder of t5", pooling)
+    np.testing.assert_allclose(of_texts, expected, rtol=0, atol=1e-5)
+
+
 def test_a_folders_own_length_limits_its_texts(tmp_path, capfd):
   write_folder("sentence-t5", tmp_path / "model")
   (tmp_path / "texts").write_text(" ".join(["w5"] * 22))
@@ -96,6 +106,7 @@ def test_a_folders_own_length_limits_its_texts(tmp_path, capfd):
   [
     ("w5\n", "texts", ["--output", "out.txt"], "--output must end with .npy or .parquet"),
     ("w5\n", "texts", ["--output", "old.npy"], "old.npy exists"),
+    ("w5\n", "texts", ["--pooling", "none"], "--output must end with .parquet"),
     ("", "texts", [], "contains no text"),
     ('{"a": "w5"}\n', "rows.jsonl", [], "have columns: give the model's input"),
     ('{"a": "w5"}\n', "rows.jsonl", ["--template", "b"], "no column 'b' among 'a'"),

@@ -133,6 +133,12 @@ def test_correlations_are_t5s_with_ties(theirs: Any) -> None:
     assert ours == pytest.approx(getattr(theirs, name)(targets, predictions))
 
 
+def test_chrf_is_the_mean_of_the_f_scores_of_character_n_grams() -> None:
+  pytest.importorskip("sacrebleu")
+  # Of "abc" and "abd", 2 of 3 characters, 1 of 2 pairs and 0 of 1 triples agree.
+  assert task_metrics.chrf(["abc"], ["abd"]) == {"chrf": pytest.approx(100 * (2 / 3 + 1 / 2) / 3)}
+
+
 def test_bleu_and_rouge_are_t5s(theirs: Any) -> None:
   targets = ["The dog bit the man .", "It was not unexpected . He ran ."]
   predictions = ["The dog bit a man .", "It was unexpected . He ran away ."]

@@ -71,7 +71,8 @@ def run_in_process(argv: Sequence[str], dry: bool) -> int:
   if verb == "plan" and dry:
     arguments += ONE_LAYER
   if verb == "vocab" and "--size" in arguments:
-    arguments += ["--size", "200"]  # the text has no more pieces
+    size = int(arguments[arguments.index("--size") + 1])
+    arguments += ["--size", str(min(size, 200))]  # the text has no more pieces
   if argv[0] != "python":
     return cli.main([verb, *arguments])
   importlib.import_module(f"t5x.{verb}").main([f"rosetta-t5 {verb}", *arguments])
