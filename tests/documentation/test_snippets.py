@@ -61,6 +61,7 @@ LONG = (
   "http://127.0.0.1:8000",
   "python sweep.py",
   "load_stablehlo",
+  "taught.jsonl",
 )
 
 
