@@ -94,10 +94,10 @@ def _describe(resolved: ResolvedRun, args: argparse.Namespace) -> Rows:
   gpu = GPUS[args.gpu]
   partitioner = plan["partitioner"].on_devices(compiler.gpu_devices(gpu, args.devices))
   resolved.arguments["partitioner"] = partitioner
+  # The FLOPs are those of a training step. Their trace uses a mesh that cannot replace the one below.
+  flops = rows_of_sections((flops_rows,) if args.step == "train" else (), plan)
   with compiler.tracing_for(gpu), use_placement(partitioner.mesh.abstract_mesh):
-    # The FLOPs are those of a training step.
-    flops = (flops_rows,) if args.step == "train" else ()
-    rows = rows_of_sections((*STEP_SECTIONS, *flops), plan)
+    rows = rows_of_sections(STEP_SECTIONS, plan) + flops
     return rows if resolved.problems.messages else rows + _program_rows(plan, args, gpu)
 
 
