@@ -14,9 +14,9 @@ import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
-_GPUS = (8, 64, 256, 1024, 4096)
 _CHOICE = re.compile(r"^1\. +(?P<mesh>.*?): .*?([\d.,]+) sequences/s, (?P<memory>\S+ GB)", re.M)
 
 
@@ -67,10 +67,11 @@ def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--json", type=pathlib.Path, required=True)
   parser.add_argument("--svg", type=pathlib.Path)
+  parser.add_argument("--gpus", type=int, nargs="+", default=(8, 64, 256, 1024, 4096))
   options = parser.parse_args()
   points = json.loads(options.json.read_text()) if options.json.exists() else {}
   for case in CASES:
-    for gpus in _GPUS:
+    for gpus in options.gpus:
       for kind, batch in (("weak", case.per_gpu * gpus), ("strong", case.batch)):
         key = f"{case.name}|{kind}|{gpus}"
         if key not in points and batch >= gpus:
@@ -83,7 +84,7 @@ def main() -> None:
         f"\n{case.name}, {kind} scaling\n\n| GPUs | mesh | on each GPU | sequences/s | efficiency |"
       )
       print("| --- | --- | --- | --- | --- |")
-      rows = [(gpus, points.get(f"{case.name}|{kind}|{gpus}")) for gpus in _GPUS]
+      rows = [(gpus, points.get(f"{case.name}|{kind}|{gpus}")) for gpus in options.gpus]
       planned = [(gpus, row) for gpus, row in rows if row]
       first_gpus, first = planned[0]
       for gpus, (mesh, speed, memory) in planned:
@@ -91,10 +92,12 @@ def main() -> None:
         curves.setdefault(f"{case.name}, {kind}", []).append((gpus, share))
         print(f"| {gpus:,} | {mesh} | {memory} | {speed:,.0f} | {share:.0%} |")
   if options.svg:
-    draw(curves, options.svg)
+    draw(curves, options.gpus, options.svg)
 
 
-def draw(curves: dict[str, list[tuple[int, float]]], path: pathlib.Path) -> None:
+def draw(
+  curves: dict[str, list[tuple[int, float]]], gpus: Sequence[int], path: pathlib.Path
+) -> None:
   """Draws the efficiency over the number of GPUs."""
   from matplotlib import pyplot
 
@@ -103,8 +106,8 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: pathlib.Path) -> None
     style = {"color": ("#3b6fd4", "#d9702b")[number // 2], "linestyle": ("-", "--")[number % 2]}
     axes.plot(*zip(*curve, strict=True), marker="o", markersize=4, label=name, **style)
   axes.axhline(0.8, color="#999999", linewidth=0.8)
-  axes.set(xscale="log", xticks=_GPUS, xticklabels=_GPUS, ylim=(0, 1.08))
-  axes.set(xlabel="GPUs", ylabel="sequences/s per GPU, relative to the first point")
+  axes.set(xscale="log", xticks=gpus, xticklabels=gpus, ylim=(0, 1.4))
+  axes.set(xlabel="GPUs", ylabel="speed per GPU, relative to 8 GPUs")
   axes.minorticks_off()
   axes.legend(fontsize=8, loc="lower left")
   figure.savefig(path)

@@ -379,6 +379,19 @@ def test_the_host_work_of_several_processes_is_measured():
 
 
 @pytest.mark.slow
+def test_scaling_is_planned_and_drawn(tmp_path):
+  pytest.importorskip("matplotlib")
+  command = [sys.executable, "-m", "benchmarks.scaling", "--gpus", "64"]
+  command += ["--json", tmp_path / "scaling.json", "--svg", tmp_path / "scaling.svg"]
+  done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  speeds = [row.split("|")[4] for row in done.stdout.splitlines() if row.startswith("| 64 |")]
+  assert len(speeds) == 4
+  assert all(float(speed.replace(",", "")) > 0 for speed in speeds)
+  assert (tmp_path / "scaling.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.slow
 def test_optimizers_are_compared():
   args = argparse.Namespace(steps=3, width=12, seeds=2)
   tokens = np.random.default_rng(0).integers(1, 4096, 1000).astype(np.int32)
