@@ -15,6 +15,8 @@ import json
 import os
 import pathlib
 import statistics
+import subprocess
+import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel.process_settings import keep_freed_memory
 
 Params = dict[str, Any]
+_CORES = os.cpu_count() or 1
 
 
 def random_params(size: str) -> Params:
@@ -134,14 +137,22 @@ def _generate(
   return run
 
 
-def open_ctranslate2(folder: pathlib.Path, compute_type: str, **threads: int) -> Any:
-  """Returns CTranslate2's Translator of a folder, which is converted unless it was before."""
-  import ctranslate2
+@functools.cache
+def open_ctranslate2(folder: pathlib.Path, compute_type: str) -> Any:
+  """Returns CTranslate2's Translator of a folder, which computes as many batches at a time as there are cores.
 
+  Two threads for a batch would wait for each other: on a busy machine that took five times the CPU time.
+  """
   converted = folder / f"ctranslate2-{compute_type}"
   if not converted.exists():
-    converter = ctranslate2.converters.TransformersConverter(str(folder))
-    converter.convert(str(converted), quantization=compute_type)
+    command = [pathlib.Path(sys.executable).with_name("ct2-transformers-converter")]
+    command += ["--model", folder, "--output_dir", converted, "--quantization", compute_type]
+    subprocess.run(command, check=True)
+  # Only its converter needs PyTorch, which crashes in a process that has imported TensorFlow.
+  sys.modules["torch"] = None  # type: ignore[assignment]
+  import ctranslate2
+
+  threads = {"inter_threads": _CORES, "intra_threads": 1}
   return ctranslate2.Translator(str(converted), compute_type=compute_type, **threads)
 
 
@@ -150,6 +161,7 @@ def translate(translator: Any, rows: Sequence[Any], new_tokens: int, beams: int 
   results = translator.translate_batch(
     [[f"w{token}" for token in row] for row in rows],
     beam_size=beams,
+    max_batch_size=-(-len(rows) // _CORES),
     max_input_length=0,
     max_decoding_length=new_tokens,
     end_token=[],  # No token ends a sequence.
@@ -161,7 +173,7 @@ def ctranslate2_decode(
   compute_type: str, folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
 ) -> Callable[[], np.ndarray]:
   """Returns the same function for CTranslate2."""
-  translator = open_ctranslate2(folder, compute_type, intra_threads=os.cpu_count() or 1)
+  translator = open_ctranslate2(folder, compute_type)
   return lambda: translate(translator, inputs, new_tokens, beams)
 
 

@@ -7,15 +7,13 @@
 The weights are random, and hardly any sequence ends by itself: each request generates between half and all of 64 tokens. A
 batch ends when its longest sequence does. The inputs have between 17 and 512 tokens; a batch is
 computed at the length of its longest one, as `infer` does. Answers are compared with those of the batches.
-CTranslate2 gets the same batches, and the requests from 16 threads, with one core for each of them.
+CTranslate2 gets the same batches, and the requests from 16 threads.
 """
 
 import argparse
 import asyncio
 import concurrent.futures
 import functools
-import multiprocessing
-import os
 import pathlib
 import statistics
 import tempfile
@@ -40,7 +38,7 @@ from rosetta_t5.serving import ServedModel
 from rosetta_t5.trained_model import OpenedModel
 from rosetta_t5.training import InferenceState
 
-_SLOTS, _CORES = 16, os.cpu_count() or 1
+_SLOTS = 16
 
 
 def open_random(size: str, lengths: Mapping[str, int]) -> OpenedModel:
@@ -101,21 +99,20 @@ def compute_batches(
 
 
 def ask_ctranslate2(
-  translator: tuple[str, str, int], prompts: Sequence[list[int]], limits: Sequence[int], rows: int
+  translator: Any, prompts: Sequence[list[int]], limits: Sequence[int], rows: int
 ) -> tuple[float, float, list[list[int]]]:
   """Returns the seconds of all requests to CTranslate2, the seconds of CPU time, and the tokens.
 
   Args:
-    translator: the arguments of `_translator`.
+    translator: CTranslate2's Translator.
     prompts: the inputs.
     limits: the number of tokens to generate for each.
     rows: the number of inputs in a request.
   """
-  opened = _translator(*translator)
 
   def ask(start: int) -> list[list[int]]:
     ends = limits[start : start + rows]
-    decodes = translate(opened, prompts[start : start + rows], max(ends))
+    decodes = translate(translator, prompts[start : start + rows], max(ends))
     return [row[:end].tolist() for row, end in zip(decodes, ends, strict=True)]
 
   begun, cpu_begun = time.perf_counter(), time.process_time()
@@ -123,15 +120,6 @@ def ask_ctranslate2(
     parts = clients.map(ask, range(0, len(prompts), rows))
     answers = [answer for part in parts for answer in part]
   return time.perf_counter() - begun, time.process_time() - cpu_begun, answers
-
-
-@functools.cache
-def _translator(size: str, kind: str, parallel: int) -> Any:
-  """Returns CTranslate2's Translator, which computes so many requests at the same time."""
-  with tempfile.TemporaryDirectory() as root:
-    write_folder(size, folder := pathlib.Path(root, "model"))
-    threads = {"inter_threads": parallel, "intra_threads": max(1, _CORES // parallel)}
-    return open_ctranslate2(folder, kind, **threads)
 
 
 async def main() -> None:
@@ -143,8 +131,10 @@ async def main() -> None:
   parser.add_argument("--lengths", type=int, nargs=2, default=(512, 64), help="inputs and targets")
   parser.add_argument("--beside-ctranslate2", action="store_true", help="time CTranslate2 as well")
   options = parser.parse_args()
-  # In a process of its own: PyTorch, which its converter imports, and jax have different copies of LLVM.
-  others = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+  root = tempfile.TemporaryDirectory()
+  folder = pathlib.Path(root.name, "model")
+  if options.beside_ctranslate2:
+    write_folder(options.size, folder)
   longest, total = options.lengths
   of_features = {"inputs": longest, "targets": total}
   opened = open_random(options.size, of_features)
@@ -184,9 +174,9 @@ async def main() -> None:
       flush=True,
     )
     for kind in ("float32", "int8") if options.beside_ctranslate2 else ():
-      for parallel, rows in ((_CORES, 1), (1, _SLOTS)):
-        given = ((options.size, kind, parallel), prompts, limits, rows)
-        their_seconds, cpu, theirs = others.submit(ask_ctranslate2, *given).result()
+      translator = open_ctranslate2(folder, kind)
+      for rows in (1, _SLOTS):
+        their_seconds, cpu, theirs = ask_ctranslate2(translator, prompts, limits, rows)
         equal = np.mean([a == b for a, b in zip(theirs, computed, strict=True)])
         print(
           f"CTranslate2 {kind}, {rows} inputs at a time: {sum(limits) / their_seconds:.0f} tokens/s; "
