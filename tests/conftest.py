@@ -108,8 +108,16 @@ def isolated_registries() -> Iterator[None]:
       registry.add_provider(name, providers[name])
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out the slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Skips the tests marked `gpu` on machines without one."""
+  """Skips the tests marked `gpu` on machines without one, and marks variants as slow."""
+  have_quick_variant: set[str] = set()
+  for item in items:
+    function = item.nodeid.partition("[")[0]
+    if item.get_closest_marker("one_quick_variant") and not item.get_closest_marker("slow"):
+      if function in have_quick_variant:
+        item.add_marker(pytest.mark.slow)
+      have_quick_variant.add(function)
   marked = [item for item in items if item.get_closest_marker("gpu")]
   if marked and jax.default_backend() != "gpu":
     for item in marked:
