@@ -236,9 +236,8 @@ def train(
     console.log_start(model_dir, header, partitioner.mesh, feed.element_spec, steps)
     with loop.log_failure(), out_of_memory.explain_out_of_memory(out_of_memory.TRAINING):
       loop.compile()
-      console.log_model_info(
-        os.path.join(model_dir, "model-info.txt"), trainer.train_state, partitioner
-      )
+      info = os.path.join(model_dir, "model-info.txt")
+      console.log_model_info(info, trainer.train_state, partitioner)
       summarize_config_fn(model_dir, trainer.train_metrics_manager.summary_writer, first_step)
       loop.run()
   return loop.finish()

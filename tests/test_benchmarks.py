@@ -300,6 +300,7 @@ TESTED_APART = {
   "host_scaling",
   "hugging_face",
   "optimizers",
+  "scaling",
   "train_step",
 }
 
