@@ -66,6 +66,7 @@ runpy.run_module("benchmarks.train_step", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_a_training_step_is_measured_without_gin_and_tensorflow_and_appears_in_the_table(
   tmp_path, capsys
 ):
@@ -119,6 +120,7 @@ def gpu_sh(tmp_path):
   return start, tmp_path
 
 
+@pytest.mark.slow
 def test_gpu_sh_resumes_after_a_kill_and_continues_after_a_failed_row(gpu_sh):
   start, folder = gpu_sh
   calls, results = folder / "calls", folder / "results"
@@ -332,6 +334,7 @@ def toy_data(tmp_path_factory):
 _LONG = ("checkpoint", "cpu_step", "feed")
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   "script", [pytest.param(x, marks=[pytest.mark.slow] * (x in _LONG)) for x in SCRIPTS]
 )
@@ -356,6 +359,7 @@ def test_a_process_that_dies_is_named():
     time_in_turns({"theirs": dies}, runs=1)
 
 
+@pytest.mark.slow
 def test_the_parts_of_the_host_s_work_are_measured(toy_data, tmp_path):
   prepare(f"{toy_data}/*.md", f"{toy_data}/m.model", tmp_path / "tokens", executor=InlineExecutor())
   partitioner = PjitPartitioner(mesh={"fsdp": 4, "data": 2})

@@ -108,6 +108,7 @@ def stacks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[types.Cod
   return found
 
 
+@pytest.mark.slow
 def test_the_documented_path_to_the_step_is_the_one_that_a_run_takes(stacks):
   to_compiled_step = [_row(code) for code in _from("main", stacks["begins"])]
   to_step = [

@@ -63,6 +63,7 @@ def logged(output_dir):
   return {row["step"]: row["likelihood"] for row in map(json.loads, path.read_text().splitlines())}
 
 
+@pytest.mark.slow
 def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
   own = shutil.copytree(model_dir, tmp_path / "run")
   shutil.move(own / "checkpoint_7", tmp_path / "checkpoint_7")
@@ -120,6 +121,7 @@ def test_out_of_memory_error_of_evaluation_suggests_what_to_change(model_dir, tm
   assert "TASK_FEATURE_LENGTHS: smaller numbers" in output
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("path", "mode", "text"),
   [
@@ -160,6 +162,7 @@ def broken(targets, predictions):
   raise KeyError("no_such_field")
 
 
+@pytest.mark.slow
 def test_the_error_of_a_metric_names_the_task(model_dir, tmp_path):
   add_task("pairs_with_a_broken_metric", metric_fns=[broken])
   names = {"dataset": {"mixture_or_task_name": "pairs_with_a_broken_metric"}}

@@ -163,6 +163,7 @@ def test_jax_alone_runs_the_stablehlo(checkpoint, tmp_path):
   np.testing.assert_allclose([without, ours], [scores, scores], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_are_stored_bit_for_bit(checkpoint, tmp_path):
   params = {"a": {"b": np.asarray(jnp.array([1.5, -2.25], jnp.bfloat16))}}
   shapes = {"x": jnp.zeros((2,), jnp.int32)}

@@ -86,6 +86,7 @@ def finished(given, tmp_path_factory):
   return arguments, folder, out
 
 
+@pytest.mark.slow
 def test_the_recipe_has_each_choice_with_its_reason(finished):
   _, folder, _ = finished
   text = (folder / "finetune.gin").read_text()
@@ -123,6 +124,7 @@ def test_the_commands_that_it_suggests_run(finished, given, tmp_path):
   assert (tmp_path / "hf/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
   _, folder, _ = finished
   flags = (f"--gin_file={folder / 'finetune.gin'}", f"--gin.MODEL_DIR={str(tmp_path / 'again')!r}")
@@ -137,6 +139,7 @@ def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
   assert first == again
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_and_other_settings_are_refused(finished):
   arguments, folder, _ = finished
   before = (folder / "finetune.gin").read_text()
@@ -150,6 +153,7 @@ def test_the_same_command_continues_and_other_settings_are_refused(finished):
   assert (folder / "finetune.gin").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given, tmp_path):
   folder = tmp_path / "run"
   shutil.copytree(finished[1], folder)
@@ -180,6 +184,7 @@ def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given,
   assert not (tmp_path / "next").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "bitfit"])
 def test_a_method_has_its_adapter_its_rate_and_the_bindings_that_options_name(
   given, tmp_path, method
@@ -207,6 +212,7 @@ def test_a_method_has_its_adapter_its_rate_and_the_bindings_that_options_name(
       assert all(binding in out for binding in bindings), action.dest
 
 
+@pytest.mark.slow
 def test_lora_is_chosen_where_full_finetuning_does_not_fit(given, tmp_path, monkeypatch):
   arguments = (given / "model", given / "rows.csv", "--inputs", "text", "--targets", "label")
   arguments += ("--out", tmp_path / "run", "--dry_run", "--batch_size", 8)
@@ -237,6 +243,7 @@ def test_an_adapter_is_trained_used_and_merged(given, tmp_path):
   assert "has an adapter: merge it" in errors
 
 
+@pytest.mark.slow
 def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
   arguments = (given / "decoder", given / "rows.csv", "--inputs", "text", "--targets", "label")
   status, out, errors = call("finetune", *arguments, "--out", tmp_path, "--dry_run")
@@ -245,6 +252,7 @@ def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
   assert reader == "@seqio.PrefixLMFeatureConverter"
 
 
+@pytest.mark.slow
 def test_the_splits_of_a_folder_are_trained_on_and_evaluated(given, tmp_path):
   for split in ("train", "validation", "test"):
     (tmp_path / "rows" / split).mkdir(parents=True)
@@ -275,6 +283,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused(given, tmp_path):
   assert "batch size 3" in errors.lower()
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_and_a_small_memory_means_microbatches(
   given, tmp_path, monkeypatch
 ):
@@ -291,6 +300,7 @@ def test_a_step_that_does_not_fit_is_refused_and_a_small_memory_means_microbatch
   assert "the model does not fit" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["squad_v010_context_free"]])
 def test_known_tasks_have_the_vocabulary_of_the_model(given, tmp_path, more):
   (tmp_path / "data/squad").mkdir(parents=True)

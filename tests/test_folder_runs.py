@@ -161,6 +161,7 @@ def plain(found, tmp_path_factory):
   return train(found, model_dir), model_dir
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
   family, path, _ = found
   losses, model_dir = plain

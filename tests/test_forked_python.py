@@ -44,6 +44,7 @@ def test_its_arguments_and_search_path_are_those_of_a_new_process(tmp_path: path
     assert got == expected
 
 
+@pytest.mark.slow
 def test_its_variables_options_and_exit_status_are_those_of_a_new_process() -> None:
   variables = {"JAX_NUM_CPU_DEVICES": "3", "JAX_ENABLE_X64": "1", "JAX_LOG_COMPILES": "no"}
   expected, got = (run(name, "-c", OPTIONS, **variables) for name in (sys.executable, python()))

@@ -83,6 +83,7 @@ def scored(run, tmp_path_factory):
   return out, rows(out / f"{TASK}-score.jsonl-00000-of-00001")
 
 
+@pytest.mark.slow
 def test_examples_are_scored_once_in_order_and_chunks_are_removed(scored):
   out, written = scored
   assert [row["inputs"] for row in written] == [
@@ -111,6 +112,7 @@ def fails_at(chunk, path, *arguments):
   write_inferences_to_file(path, *arguments)
 
 
+@pytest.mark.slow
 def test_failed_inference_continues_after_its_last_chunk(scored, run, tmp_path, capsys):
   _, expected = scored
   with pytest.raises(OSError, match="no space left"):
@@ -124,6 +126,7 @@ def test_failed_inference_continues_after_its_last_chunk(scored, run, tmp_path, 
   assert rows(tmp_path / f"{TASK}-score.jsonl-00000-of-00001") == expected
 
 
+@pytest.mark.slow
 def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   with pytest.raises(OSError, match="no space left"):
     run(tmp_path, write_fn=functools.partial(fails_at, "chunk00001"))
@@ -132,6 +135,7 @@ def test_chunks_with_other_settings_are_rejected(run, tmp_path):
   assert f"tmp-{TASK}-00000-of-00001 contains the results of an earlier run" in str(error.value)
 
 
+@pytest.mark.slow
 def test_complete_results_of_another_checkpoint_or_model_are_refused(scored, run, tmp_path):
   out = shutil.copytree(scored[0], tmp_path / "out")
   save_checkpoints(tmp_path, [6])
@@ -169,6 +173,7 @@ def test_shards_share_the_examples(scored, run, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_predictions_with_aux_contain_text_tokens_and_scores(run, tmp_path):
   write = functools.partial(
     write_inferences_to_file, output_ids=True, input_fields_to_include=["targets"]
@@ -203,6 +208,7 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(run, tmp_path
   assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_id_outside_the_vocabulary_is_reported_with_its_place_in_the_data(run, tmp_path):
   tf, seqio = import_tensorflow(), import_seqio()
   ids = tf.constant([[5], [6], [5000], [7]])
@@ -242,6 +248,7 @@ def test_unwritable_output_folder_is_reported_first(run, tmp_path):
   assert (tmp_path / "file").read_text() == "kept"
 
 
+@pytest.mark.slow
 def test_tfrecord_files_can_be_a_task(tmp_path):
   tf, seqio = import_tensorflow(), import_seqio()
   path = str(tmp_path / "examples.tfrecord")

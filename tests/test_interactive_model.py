@@ -53,6 +53,7 @@ def model(tmp_path_factory):
   return build(tmp_path_factory.mktemp("interactive"))
 
 
+@pytest.mark.slow
 def test_examples_are_scored_in_their_order_whatever_their_number(model):
   scored = model.score(EXAMPLES)
   assert [example["inputs_pretokenized"].decode() for example, _ in scored] == [
@@ -62,6 +63,7 @@ def test_examples_are_scored_in_their_order_whatever_their_number(model):
   np.testing.assert_allclose([s for _, s in again], [s for _, s in scored[9:]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
   predictions, aux = model.predict_with_aux([question for question, _ in PAIRS])
   assert len(predictions) == len(aux["scores"]) == len(PAIRS)
@@ -77,6 +79,7 @@ def test_texts_alone_are_predicted_and_options_reach_the_decoder(model):
     model.infer_with_preprocessors("score", EXAMPLES, default_preprocessors())
 
 
+@pytest.mark.slow
 def test_metrics_get_texts_and_scores(model):
   seen = {}
 
@@ -110,6 +113,7 @@ def test_metrics_get_texts_and_scores(model):
   assert shout == {"first": ("ANSWER 0", True)}
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_computed_are_refused(model):
   with pytest.raises(
     ValueError, match=r"A metric_fn must have the arguments \(targets.*, got \(labels\)"
@@ -220,6 +224,7 @@ def test_gin_text_is_a_whole_configuration_of_its_run(tmp_path, script):
   assert (bound["utils.RestoreCheckpointConfig.path"] == "runs/one") is (restore is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_eos", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_add_eos_decides_whether_a_language_models_prompt_has_an_end_token(tmp_path, add_eos):
   """As in T5X, both texts have an end token or neither has; only a prompt without one continues."""

@@ -88,6 +88,7 @@ def finished(tmp_path_factory):
   return model_dir, out
 
 
+@pytest.mark.slow
 def test_run_writes_checkpoints_metrics_and_its_configuration(finished):
   model_dir, output = finished
   assert all_steps(model_dir) == [0, 2, 3]
@@ -130,6 +131,7 @@ def test_the_report_of_a_run_has_its_facts_and_its_metrics(finished):
   assert [row[name] for name in columns] == ["float32", "–", "–", "–", "–"]
 
 
+@pytest.mark.slow
 def test_lengths_in_samples_and_in_steps_give_the_same_run(finished, tmp_path):
   in_samples = {  # of 8 a step
     "TRAIN_STEPS": 24,
@@ -159,6 +161,7 @@ def files(folder):
   return {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_finished_run_does_not_train(finished, monkeypatch):
   model_dir, _ = finished
   before = files(model_dir)
@@ -224,6 +227,7 @@ BAD_INPUT = {
 }
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("name", BAD_INPUT)
 def test_invalid_input_gives_a_short_error_before_anything_is_written(name, tmp_path):
   binding, text = BAD_INPUT[name]
@@ -241,6 +245,7 @@ def continued(finished, tmp_path):
   return shutil.copytree(finished[0], tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
   before = files(continued)
   status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_dim=64")
@@ -254,6 +259,7 @@ def test_checkpoint_of_another_model_is_rejected_and_not_changed(continued):
   assert files(continued) == before
 
 
+@pytest.mark.slow
 def test_error_of_another_architecture_names_the_parameters(continued):
   status, _, err = start(continued, "TRAIN_STEPS=5", "network.T5Config.mlp_activations=('relu',)")
   assert status == 1
@@ -267,6 +273,7 @@ def damage(checkpoint):
       path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.slow
 def test_run_restores_the_previous_checkpoint_if_the_latest_is_damaged(continued, caplog):
   damage(continued / "checkpoint_3")
   status, _, err = start(continued, "TRAIN_STEPS=5", _WITHOUT_EVALUATION)
@@ -276,6 +283,7 @@ def test_run_restores_the_previous_checkpoint_if_the_latest_is_damaged(continued
   assert all_steps(continued)[-1] == 5
 
 
+@pytest.mark.slow
 def test_error_names_the_damaged_checkpoint_without_a_previous_one(continued):
   for step in (0, 2):
     shutil.rmtree(continued / f"checkpoint_{step}")
@@ -286,6 +294,7 @@ def test_error_names_the_damaged_checkpoint_without_a_previous_one(continued):
   assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_error_of_nan_names_the_first_bad_tensor_and_the_last_good_checkpoint(tmp_path):
   status, _, err = start(
     tmp_path / "run",

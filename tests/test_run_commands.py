@@ -70,6 +70,7 @@ def empty_gin(monkeypatch):
   gin.clear_config()
 
 
+@pytest.mark.slow
 def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys):
   assert cli.main(["eval", "--model_dir", str(model_dir), "--trust"]) == 0
   shown = capsys.readouterr().out
@@ -80,6 +81,7 @@ def test_eval_evaluates_the_runs_task_with_its_last_checkpoint(model_dir, capsys
   assert json.loads(line)["step"] == 7
 
 
+@pytest.mark.slow
 def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoint(
   model_dir, tmp_path, capsys
 ):
@@ -92,6 +94,7 @@ def test_eval_of_a_task_without_metrics_evaluates_the_loss_of_the_given_checkpoi
   assert list((tmp_path / "out").rglob("events*"))
 
 
+@pytest.mark.slow
 def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
   model_dir, tmp_path, monkeypatch, capsys
 ):
@@ -113,6 +116,7 @@ def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
   assert "no column 'c' among 'a', 'b'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
   decode = "--gin.tiny_tasks.byte_model.label_smoothing=0.1"  # a binding changes the run
   options = ["--split=test", decode, "--trust"]
@@ -124,6 +128,7 @@ def test_infer_writes_the_predictions_of_the_runs_task(model_dir, capsys):
   assert {type(row["prediction"]) for row in rows} == {str}
 
 
+@pytest.mark.slow
 def test_infer_has_a_mode_and_decoding_options_for_the_runs_task(model_dir, tmp_path, capsys):
   options = ["--split=test", "--trust", "--output_dir", str(tmp_path)]
 
@@ -141,6 +146,7 @@ def test_infer_has_a_mode_and_decoding_options_for_the_runs_task(model_dir, tmp_
   assert "functools.partial(<function beam_search>, min_new_tokens=12) →" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
   model_dir, tmp_path, capsys
 ):
@@ -187,6 +193,7 @@ def test_options_that_cannot_be_used_are_refused(model_dir, arguments, status, m
   assert message.replace("RUN", str(model_dir)) in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_export_opens_a_run_and_writes_a_model_for_texts(model_dir, tmp_path, capsys):
   folder = tmp_path / "exported"
   arguments = ["--model_dir", str(model_dir), "--trust", "--output_length", "4"]

@@ -69,6 +69,7 @@ def rows_file(tmp_path):
   return path
 
 
+@pytest.mark.slow
 def test_opening_a_model_does_not_replace_the_run_function(model_dir):
   main = sys.modules["__main__"]
   before = getattr(main, "train", None)
@@ -123,6 +124,7 @@ def infer(model_dir, *arguments):
   return cli.main(["infer", "--trust", "--model_dir", str(model_dir), *map(str, arguments)])
 
 
+@pytest.mark.slow
 def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file, tmp_path, capfd):
   output = tmp_path / "results.jsonl"
   call = ("--input", rows_file, "--template", "q: {question}", "--output", output)
@@ -143,6 +145,7 @@ def test_rows_are_predicted_and_a_killed_call_is_continued(model_dir, rows_file,
   assert f"continuing after 10 lines of {output}" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_output_of_another_checkpoint_or_template_is_not_continued(model_dir, tmp_path, capfd):
   rows_file, output = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
   rows_file.write_text("".join(json.dumps(row) + "\n" for row in ROWS[:1]))
@@ -156,6 +159,7 @@ def test_an_output_of_another_checkpoint_or_template_is_not_continued(model_dir,
   assert "Changed since: --template: q: {question} → Q: {question}" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd):
   call = ("--input", rows_file, "--template", "q: {question}", "--targets", "{answer}")
   assert infer(model_dir, *call) == 0
@@ -166,6 +170,7 @@ def test_targets_are_scored_and_a_step_can_be_chosen(model_dir, rows_file, capfd
   assert all(a["score"] != b["score"] for a, b in zip(first, last, strict=True))
 
 
+@pytest.mark.slow
 def test_plain_lines_come_from_standard_input(model_dir, monkeypatch, capfd):
   type_lines(monkeypatch, b"one\ntwo\n")
   assert infer(model_dir, "--input=-", "--output_length", 4) == 0
@@ -258,6 +263,7 @@ def gin_model_dir(model_dir, tmp_path):
   return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "arguments",
   [
@@ -308,6 +314,7 @@ def test_options_without_an_effect_are_refused(gin_model_dir, monkeypatch, capfd
   assert message in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_decoding_options_change_predictions_and_are_recorded(model_dir, tmp_path, capfd):
   (tmp_path / "in.txt").write_text("one\ntwo\n")
   call = ["--input", tmp_path / "in.txt", "--output", tmp_path / "out.jsonl"]
@@ -352,6 +359,7 @@ def test_input_that_cannot_be_used_is_refused(
   assert text in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_output_of_another_input_is_not_changed(model_dir, rows_file, tmp_path, capfd):
   output = tmp_path / "results.jsonl"
   call = ("--template", "{question}", "--output", output)

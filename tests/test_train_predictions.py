@@ -86,6 +86,7 @@ def logged(model_dir):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_predictions_are_evaluated_before_training_and_at_each_period(tmp_path, capsys):
   action = Record()
   run(tmp_path, train_eval=True, actions={ActionMode.INFER_EVAL: [action]})

@@ -53,6 +53,7 @@ def adapted(found, tmp_path_factory):
   return train(found, model_dir, *LORA, *ADAMW, imports=[IMPORT]), model_dir
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_adapter_and_its_optimizer_state_only(adapted):
   _, model_dir = adapted
   stored = t5x_layouts.read_arrays(model_dir / "checkpoint_2")
@@ -67,6 +68,7 @@ def test_checkpoints_hold_the_adapter_and_its_optimizer_state_only(adapted):
   assert sum(name.endswith("/kernel") for name in read_arrays(model_dir / "checkpoint_2"))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_do_not_change_and_predictions_are_those_of_the_merged_folder(
   found, adapted, tmp_path
 ):
@@ -98,6 +100,7 @@ def checkpoints_flat(params):
   }
 
 
+@pytest.mark.slow
 def test_a_restarted_run_continues_exactly(found, adapted, tmp_path):
   train(found, tmp_path / "run", *LORA, *ADAMW, "TRAIN_STEPS=1", imports=[IMPORT], steps=(1,))
   again = train(found, tmp_path / "run", *LORA, *ADAMW, imports=[IMPORT], steps=(2,))
@@ -109,6 +112,7 @@ def test_a_restarted_run_continues_exactly(found, adapted, tmp_path):
     np.testing.assert_array_equal(array.get(), parts[name].get(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(found, adapted, tmp_path):
   _, path, _ = found
   moved = path.with_name("moved")
@@ -194,6 +198,7 @@ def test_each_method_trains_its_parameters(found, method, tmp_path):
     assert np.any(opened[name.removeprefix("target/")] != before), name
 
 
+@pytest.mark.slow
 def test_a_run_is_not_continued_with_another_method(found, adapted, tmp_path):
   shutil.copytree(adapted[1], tmp_path / "run")
   ia3 = ("models.{model}.adapter=@adapters.IA3()", "TRAIN_STEPS=3")
@@ -235,6 +240,7 @@ def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_pat
   np.testing.assert_allclose(*vectors, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_written_for_peft_and_opened_again(found, adapted, tmp_path):
   lines = []
   folder = convert(adapted[1], tmp_path / "peft", "peft", report=lines.append)
@@ -268,6 +274,7 @@ def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
       np.testing.assert_allclose(after[name].get(), array.get(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_weighted_adapters_are_sums_of_their_changes_of_the_base(found, adapted, tmp_path):
   folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
   base = checkpoints_flat(trained_model.open_model_dir(found[1]).state.params)

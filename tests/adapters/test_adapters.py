@@ -135,6 +135,7 @@ _SLOW += [("ia3", "scanned"), ("int8", "own output layer")]
 PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["layers", "own output layer"])
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_merged_parameters_are_those_of_the_papers_formulas(name, layers):
@@ -145,6 +146,7 @@ def test_merged_parameters_are_those_of_the_papers_formulas(name, layers):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), PAIRS)
 def test_loss_and_gradients_are_those_of_the_merged_parameters(name, layers):
   adapter, plain = ADAPTERS[name], make_model(**LAYERS[layers])
@@ -171,6 +173,7 @@ def test_loss_and_gradients_are_those_of_the_merged_parameters(name, layers):
   assert compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("name", "layers"), [("lora", "layers"), pytest.param("dora", "scanned", marks=pytest.mark.slow)]
 )
@@ -194,6 +197,7 @@ def test_the_matrices_are_split_over_devices_as_the_kernel_that_they_change():
   assert [tuple(each["lora_b"]) for each in axes] == [(None, "joined_kv"), (None, "embed")]
 
 
+@pytest.mark.slow
 def test_dropout_applies_to_the_low_rank_path_alone():
   model = make_model(adapters.LoRA(rank=3, dropout=0.5))
   params = drawn(model)

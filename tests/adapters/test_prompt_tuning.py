@@ -19,6 +19,7 @@ NO_EVALUATION = "train_script.train.train_eval_dataset_cfg=None"
 ADAMW = ("OPTIMIZER=@optimizers.adamw()", NO_EVALUATION, *UNPACKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5gemma", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_prompt_begins_with_rows_of_the_base_s_table_and_is_stored_alone(family, tmp_path):
   rows = tmp_path / "rows.jsonl"

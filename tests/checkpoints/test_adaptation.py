@@ -54,6 +54,7 @@ def adapted_arrays(family, path):
   return stored, values, flatten_dict(shapes, sep="/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ADAPTED)
 def test_all_weights_come_from_the_decoder_but_what_it_cannot_have(family, tmp_path):
   decoder, values, shapes = adapted_arrays(family, tmp_path / "decoder")
@@ -70,6 +71,7 @@ def test_all_weights_come_from_the_decoder_but_what_it_cannot_have(family, tmp_p
     np.testing.assert_array_equal(value, decoder[source], err_msg=name)
 
 
+@pytest.mark.slow
 def test_cross_attention_alone_is_trained_and_the_rest_keeps_its_values():
   resolve("models/t5_1_1/base", "optimizers/cross_attention_only")
   optimizer = bound_model().optimizer_def

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import numpy as np
+import pytest
 
 from rosetta_t5 import cli
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
@@ -20,6 +21,7 @@ def run(*arguments):
   return cli.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
   checkpoint = convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
   assert run("ckpt", "ls", tmp_path) == 0
@@ -45,6 +47,7 @@ def test_values_that_are_not_finite_differ_from_others(tmp_path, capsys):
   assert "target/w: differs by up to inf" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, capsys):
   convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
   (tmp_path / "checkpoint_1000/PINNED").write_text("")
@@ -88,6 +91,7 @@ def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothi
   assert "1 problems" in output
 
 
+@pytest.mark.slow
 def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_path, capsys):
   checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta", report=lambda _: None)
   arrays = read_arrays(checkpoint)

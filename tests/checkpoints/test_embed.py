@@ -32,6 +32,7 @@ def embed(folder, *arguments):
   return cli.main(["embed", "--model_dir", str(folder), *map(str, arguments)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pooling"), CASES)
 def test_vectors_are_those_of_transformers_in_the_order_of_the_texts(name, pooling, tmp_path):
   write_folder(name, tmp_path / "model")
@@ -47,6 +48,7 @@ def test_vectors_are_those_of_transformers_in_the_order_of_the_texts(name, pooli
   np.testing.assert_allclose(vectors, recorded_vectors(name, pooling), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", ["mean", "first"])
 def test_vectors_of_a_trained_prompt_are_not_those_of_a_text(pooling):
   config = T5Config(vocab_size=VOCAB, emb_dim=16, num_encoder_layers=1, prompt_length=3)
@@ -66,6 +68,7 @@ def folder(tmp_path):
   return tmp_path / "model"
 
 
+@pytest.mark.slow
 def test_a_parquet_file_has_the_columns_of_the_rows_beside_the_vectors(folder, tmp_path):
   rows = [{"id": n, "words": text} for n, text in enumerate(TEXTS[:3])]
   rows[1]["note"] = "later"
@@ -82,6 +85,7 @@ def test_a_parquet_file_has_the_columns_of_the_rows_beside_the_vectors(folder, t
   np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vectors_of_tokens_have_the_mean_and_the_first_that_transformers_computes(folder, tmp_path):
   (tmp_path / "texts").write_text("".join(f"{text}\n" for text in TEXTS))
   output = tmp_path / "out.parquet"
@@ -92,6 +96,7 @@ def test_vectors_of_tokens_have_the_mean_and_the_first_that_transformers_compute
     np.testing.assert_allclose(of_texts, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folders_own_length_limits_its_texts(tmp_path, capfd):
   write_folder("sentence-t5", tmp_path / "model")
   (tmp_path / "texts").write_text(" ".join(["w5"] * 22))

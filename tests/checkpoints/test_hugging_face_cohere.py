@@ -33,6 +33,7 @@ def write_folder(path, **changes):
   return weights
 
 
+@pytest.mark.slow
 def test_logits_of_a_folder_equal_those_of_transformers(tmp_path):
   write_folder(tmp_path / "hf")
   arrays = folder.read_arrays(tmp_path / "hf")
@@ -44,6 +45,7 @@ def test_logits_of_a_folder_equal_those_of_transformers(tmp_path):
     np.testing.assert_allclose(found[0, ::3, ::5], expected, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_converted_and_back_is_the_same(tmp_path):
   weights = write_folder(tmp_path / "hf")
   t5x, back = str(tmp_path / "t5x"), tmp_path / "back"

@@ -38,12 +38,14 @@ def check(path, family):
     np.testing.assert_allclose(found[0, ::3, ::5], expected, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_of_a_folder_are_those_of_transformers(family, tmp_path):
   write_folder(tmp_path, family)
   check(tmp_path, family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
 def test_logits_of_merged_attention_and_of_blocks_are_those_of_transformers(family, tmp_path):
   drawn = write_encoder_decoder(tmp_path, family)
@@ -55,12 +57,14 @@ def test_logits_of_merged_attention_and_of_blocks_are_those_of_transformers(fami
   assert weights.keys() == drawn.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OLDER)
 def test_entries_of_transformers_4_mean_the_same(family, tmp_path):
   write_folder(tmp_path, family, rope_parameters=None, layer_types=None, **OLDER[family])
   check(tmp_path, family)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "rename",
   [
@@ -80,6 +84,7 @@ def test_the_text_part_of_a_multimodal_folder_is_read(rename, tmp_path, capsys):
   assert folder.read_config(tmp_path / "config.json")["eos_token_id"] == [1, 6]
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_without_a_config_json_is_written_as_its_family(family, tmp_path):
   drawn = write_folder(tmp_path, family)
@@ -92,6 +97,7 @@ def test_a_model_without_a_config_json_is_written_as_its_family(family, tmp_path
   assert read_model_settings(tmp_path, folder.read_arrays(tmp_path)).network == network
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("family", "changes", "text"),
   [
@@ -113,6 +119,7 @@ def test_settings_that_the_networks_lack_are_refused_by_name(family, changes, te
     folder.read_arrays(tmp_path)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("pad_token_id", [None, 3])
 def test_ids_are_one_higher_without_a_padding_token_0(pad_token_id, tmp_path):
   drawn = write_folder(tmp_path, "llama", pad_token_id=pad_token_id, bos_token_id=7)
@@ -142,6 +149,7 @@ def test_an_output_layer_that_differs_from_a_tied_table_is_kept(tmp_path):
     assert read_model_settings(tmp_path, arrays).network.logits_via_embedding == is_tied
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("family", "changes", "text"),
   [

@@ -122,6 +122,7 @@ def some_ids():
   return ids, np.where(np.arange(LENGTH) == 0, 0, ids + 1)[None].astype(np.int32)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
 def test_logits_of_a_folder_equal_those_of_an_independent_forward_pass(kind, tmp_path):
   weights = write_folder(tmp_path, kind)
@@ -135,6 +136,7 @@ def weights_in(folder):
   return {name.removeprefix("transformer."): value for name, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "gpt_neo"])
 def test_a_conversion_to_t5x_and_back_keeps_arrays_and_config(kind, tmp_path):
   (tmp_path / "theirs").mkdir()
@@ -157,6 +159,7 @@ def write_run(folder, arrays, **values):
   (folder / "config.gin").write_text("\n".join([*lines, "network.X.config = @Y()", ""]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kind", "to", "changes"),
   [
@@ -192,6 +195,7 @@ def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(
   np.testing.assert_allclose(again, logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_vocabulary_is_written_as_tokenizer_json(tmp_path, capsys):
   write_folder(tmp_path, "gpt2")
   values = network_values(tmp_path) | {"padding_never_follows": False}
@@ -233,6 +237,7 @@ def test_an_end_token_that_starts_texts_and_is_not_in_the_vocabulary_can_still_b
   assert "suppress" not in "".join(file.read_text() for file in (tmp_path / "hf").glob("*.json"))
 
 
+@pytest.mark.slow
 def test_decoders_that_transformers_does_not_support_are_refused_and_nothing_is_left(
   tmp_path, capsys
 ):

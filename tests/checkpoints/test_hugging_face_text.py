@@ -39,6 +39,7 @@ def infer(tmp_path):
   return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("case", "setting"),
   [
@@ -118,6 +119,7 @@ def test_the_folders_vocabulary_is_sentencepiece_unless_tokens_were_added(folder
   assert "has no tokenizer: it must contain spiece.model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tokens_that_a_tokenizer_adds_get_rows_in_the_table(folder):
   from tokenizers import Tokenizer
 

@@ -41,6 +41,7 @@ def flat(module):
   return {"target/" + n: as_stored_array(x) for n, x in flatten_dict(params, sep="/").items()}
 
 
+@pytest.mark.slow
 def test_plain_parameters_in_the_scalable_tree_give_the_same_logits():
   plain = flat(PLAIN)
   scanned = convert_tree(plain, flat(SCANNED))
@@ -108,6 +109,7 @@ def manager(folder, made):
   )
 
 
+@pytest.mark.slow
 def test_a_scalable_checkpoint_with_equal_biases_restores_into_the_plain_model(tmp_path):
   state = tiny_models.make_state(PLAIN).replace_step(jnp.int32(7))
   made = initializer(PLAIN)

@@ -261,6 +261,7 @@ def test_the_error_for_a_missing_step_lists_the_existing_ones(setup, tmp_path):
     manager.restore(step=2)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_not_compressed(make_setup, tmp_path):
   setup = make_setup(module=Tiny(width=4096))
   manager = setup.manager(tmp_path)

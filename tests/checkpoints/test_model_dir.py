@@ -45,6 +45,7 @@ def test_the_lock_is_released_after_a_run_that_ends_or_fails(tmp_path):
     pass
 
 
+@pytest.mark.slow
 def test_the_error_names_the_other_run_and_a_killed_run_holds_no_lock(tmp_path):
   command = [sys.executable, "-c", HOLDER, str(tmp_path)]
   with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -66,6 +66,7 @@ def test_both_layouts_of_t5x_have_equal_names_and_shapes(shared):
   assert int(legacy["state/step"].get()) == 10
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("victim", ["state/_METADATA", "state/manifest.ocdbt", "state"])
 def test_the_error_for_a_damaged_checkpoint_lists_the_older_ones(setup, three_steps, victim):
   damaged = three_steps / "checkpoint_3" / victim
@@ -177,6 +178,7 @@ def restore_from(setup: Setup, folder: pathlib.Path) -> None:
   setup.manager(folder.parent, dataset_iterator=Counter()).restore(path=folder)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("damage", [flip, truncate, pathlib.Path.unlink])
 def test_damage_to_a_file_is_an_error_that_names_the_file(setup, checkpoint, damage):
   files = files_of(checkpoint)

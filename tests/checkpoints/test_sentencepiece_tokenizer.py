@@ -61,6 +61,7 @@ def find_differences(model: bytes, texts: list[str]) -> list[str]:
   return found
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   "options",
   [
@@ -81,6 +82,7 @@ def test_ids_and_texts_equal_those_of_sentencepiece(lines, options):
   )
 
 
+@pytest.mark.slow
 def test_t5_vocabulary_gives_its_ids_of_books(shared: pathlib.Path):
   texts = []
   for book in sorted((shared / "data" / "books").glob("*.md")):
@@ -90,6 +92,7 @@ def test_t5_vocabulary_gives_its_ids_of_books(shared: pathlib.Path):
   assert find_differences(model, ODD) == []
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("options", [{"model_type": "bpe"}, {"treat_whitespace_as_suffix": True}])
 def test_models_that_tokenizer_json_cannot_express_are_refused(lines, options):
   model = ModelProto.FromString(train(lines, vocab_size=400, **options))

@@ -196,6 +196,7 @@ def restore_experts(path, config, **options):
   )
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_the_dense_model_s(dense):
   state = restore_experts(
     dense,
@@ -214,6 +215,7 @@ def test_the_first_loss_is_the_dense_model_s(dense):
   np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_number_of_experts_is_refused_by_name(tmp_path):
   state = make_state(Transformer(EXPERTS))
   path = tmp_path / "checkpoint_0"
@@ -225,6 +227,7 @@ def test_another_number_of_experts_is_refused_by_name(tmp_path):
     restore_experts(path, dataclasses.replace(EXPERTS, num_experts=8))
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("name", AVERAGING)
 def test_inference_gets_the_parameters_that_the_run_evaluates(name):
   definition = AVERAGING[name]()

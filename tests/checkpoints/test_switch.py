@@ -66,6 +66,7 @@ def ours(by_torch):
   return logits, {name: float(values[0]) for name, values in sown.items() if not values[0].ndim}
 
 
+@pytest.mark.slow
 def test_the_network_computes_the_logits_of_transformers(ours, by_torch):
   np.testing.assert_allclose(ours[0], by_torch["logits"], atol=1e-5)
 
@@ -106,6 +107,7 @@ def test_a_router_with_a_bias_is_refused(tmp_path):
     read_arrays(change(SWITCH, tmp_path, router_bias=True))
 
 
+@pytest.mark.slow
 def test_an_encoder_alone_is_written_and_read(tmp_path):
   encoder = convert(SWITCH, tmp_path / "hf", "hf", encoder_only=True, report=lambda _: None)
   network = read_model_settings(encoder, read_arrays(encoder)).network

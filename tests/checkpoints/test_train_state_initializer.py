@@ -155,6 +155,7 @@ def test_equal_initializers_are_compiled_once_and_draw_different_values():
   assert len({np.asarray(kernel).tobytes() for kernel in kernels}) == 6
 
 
+@pytest.mark.slow
 def test_outputs_may_be_constants_keys_or_closed_over_arrays():
   table = jnp.arange(6.0).reshape(2, 3)
 
@@ -185,6 +186,7 @@ def test_initializers_with_different_scales_are_compiled_separately():
   assert partitioner.count == 2
 
 
+@pytest.mark.slow
 def test_an_initializer_may_depend_on_data():
   module = Stack(uses_data=True)
   init = lambda key: module.init(key, jnp.linspace(0.0, 1.0, 32).reshape(4, 8))  # noqa: E731
@@ -206,6 +208,7 @@ def test_outputs_that_share_most_work_are_one_program():
   assert partitioner.count == 1
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec(None, "model")])
 def test_leaves_have_the_given_sharding_and_values_independent_of_it(spec):
   fn = lambda key: jax.random.normal(key, (8, 4))  # noqa: E731

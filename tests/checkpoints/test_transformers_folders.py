@@ -55,6 +55,7 @@ def versions(case):
   return [name for name in RECORDED if name.endswith(f"/{case}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_version_that_saved_the_folder(case, tmp_path):
   assert versions(case)
@@ -84,6 +85,7 @@ def test_decoding_starts_and_ends_with_the_tokens_of_the_folder(case, tmp_path):
   assert decodes[: len(expected)].tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
   [

@@ -30,6 +30,7 @@ def run(*arguments):
     return ended.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["t5x", "t5x-legacy"])
 def test_the_whole_state_is_written_in_t5x_layouts(tmp_path, capsys, to):
   assert run("convert", MESH_TF, tmp_path / "out", "--to", to) == 0
@@ -40,6 +41,7 @@ def test_the_whole_state_is_written_in_t5x_layouts(tmp_path, capsys, to):
     np.testing.assert_array_equal(after[name].get(), array.get(), err_msg=name)
 
 
+@pytest.mark.slow
 def test_orbax_reads_the_checkpoint_that_is_written_without_it(tmp_path):
   import orbax.checkpoint as ocp
   from etils import epath
@@ -66,6 +68,7 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
   np.testing.assert_array_equal(read["target/kernel"].get(), arrays["target/kernel"].get())
 
 
+@pytest.mark.slow
 def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_path):
   quiet = {"report": lambda _: None}
   scalable = convert.convert(MESH_TF, tmp_path / "a", "t5x-legacy", tree="scalable", **quiet)
@@ -95,6 +98,7 @@ def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_pat
   )
 
 
+@pytest.mark.slow
 def test_a_conversion_that_changes_the_model_fails_and_leaves_nothing(
   tmp_path, monkeypatch, capsys
 ):
@@ -119,6 +123,7 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
   assert "is not a checkpoint: the folder contains note" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, monkeypatch):
   monkeypatch.setattr(folder, "_SHARD_BYTES", 3000)
   convert.convert(MESH_TF, tmp_path, "hf", report=lambda _: None)
@@ -199,6 +204,7 @@ def test_a_model_that_does_not_fit_into_memory_is_compared_array_by_array(
   assert "cannot be seen" in output
 
 
+@pytest.mark.slow
 def test_a_model_with_an_unknown_forward_pass_is_compared_by_its_parameters(tmp_path, capsys):
   arrays = {
     n: x
@@ -228,6 +234,7 @@ def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reason
   assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.slow
 def test_the_end_token_of_a_run_is_that_of_its_vocabulary_and_mt5_stays_mt5(tmp_path):
   options = {"model_prefix": str(tmp_path / "own"), "vocab_size": 24, "hard_vocab_limit": False}
   rows = iter(["a text of few words"] * 9)

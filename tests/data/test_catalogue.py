@@ -54,6 +54,7 @@ def assert_same(ours: Any, expected: Any, examples: Sequence[dict[str, Any]]) ->
     }
 
 
+@pytest.mark.slow
 def test_glue_texts_and_labels_are_t5s(theirs: Any) -> None:
   configs = pytest.importorskip("tensorflow_datasets").text.glue.Glue.builder_configs
   glue_utils = pytest.importorskip("t5.data.glue_utils")
@@ -68,6 +69,7 @@ def test_glue_texts_and_labels_are_t5s(theirs: Any) -> None:
     assert_same(ours, glue_utils.get_glue_text_preprocessor(config), examples)
 
 
+@pytest.mark.slow
 def test_squad_translation_and_summary_texts_are_t5s(theirs: Any) -> None:
   question = {
     "id": "1",

@@ -69,6 +69,7 @@ def trained(vocabulary: Any, messages: Any) -> list[list[str]]:
   return rows
 
 
+@pytest.mark.slow
 def test_the_assistants_turns_end_with_the_token_that_ends_them(tmp_path: pathlib.Path) -> None:
   turns = ["<think>\nhm\n</think>\n\nć 👩‍👩‍👧‍👦!", "<think>x</think>\n\n  yes"]
   expected = {

@@ -133,6 +133,7 @@ def test_changed_settings_are_named(
   assert compare_descriptions(before, after) == [expected]
 
 
+@pytest.mark.slow
 def test_a_restart_continues_with_the_next_example_after_its_files_were_moved(
   folder: pathlib.Path, make_feed: MakeFeed, tmp_path: pathlib.Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_restart_continues_with_the_next_example_after_its_files_were_moved(
       np.testing.assert_array_equal(value, batch[name])
 
 
+@pytest.mark.slow
 def test_a_restart_with_other_data_is_refused(
   folder: pathlib.Path, make_feed: MakeFeed, tmp_path: pathlib.Path
 ) -> None:

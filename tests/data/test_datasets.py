@@ -46,6 +46,7 @@ def texts(dataset: Any, feature: str = "encoder_input_tokens") -> list[str]:
   return [vocabulary.decode([int(token) for token in row if token]) for row in rows]
 
 
+@pytest.mark.slow
 def test_every_example_is_in_exactly_one_shard(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_batch_size_that_is_not_a_multiple_of_the_shards_is_refused_with_near_
     get_dataset(config(add_task(LINES), batch_size=7), 0, 3, converter)
 
 
+@pytest.mark.slow
 def test_training_data_repeats_forever(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -78,6 +80,7 @@ def test_training_data_repeats_forever(
   assert texts(dataset.take(4)) == [*LINES, *LINES][:20]
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_order_and_another_seed_another(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -91,6 +94,7 @@ def test_one_seed_gives_one_order_and_another_seed_another(
   assert sorted(order(1)) == LINES
 
 
+@pytest.mark.slow
 def test_packing_puts_several_examples_into_one_sequence(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -212,6 +216,7 @@ def test_evaluation_repeats_short_data_up_to_its_steps(
   assert texts(datasets[name]) == (LINES[:3] * 7)[:20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_shards_of_an_evaluation_together_have_the_batches_of_one(
   add_task: Callable[..., str], config: Config, converter: Any, pack: bool
@@ -226,6 +231,7 @@ def test_the_shards_of_an_evaluation_together_have_the_batches_of_one(
     np.testing.assert_array_equal(np.stack([left, right], axis=1).reshape(whole.shape), whole)
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_mixture_covers_its_tasks_and_itself(
   add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -261,6 +267,7 @@ def cache_split(tmp_path: pathlib.Path) -> Iterator[Callable[..., None]]:
   seqio.set_global_cache_dirs(before)
 
 
+@pytest.mark.slow
 def test_evaluation_from_caches_covers_the_tasks_whose_caches_have_the_split(
   add_task: Callable[..., str],
   add_mixture: Callable[..., str],
@@ -286,6 +293,7 @@ def test_evaluation_from_caches_covers_the_tasks_whose_caches_have_the_split(
     get_dataset(dataclasses.replace(cfg, mixture_or_task_name=without), 0, 1, converter)
 
 
+@pytest.mark.slow
 def test_a_mixture_has_examples_of_each_task(
   add_task: Callable[..., str], add_mixture: Callable[..., str], config: Config, converter: Any
 ) -> None:
@@ -350,6 +358,7 @@ def test_damaged_and_missing_files_are_reported_with_their_task(tmp_path: pathli
     list(tf.data.TFRecordDataset(f"{path}2"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["no example", "another feature"])
 def test_a_record_that_is_no_example_is_reported_with_its_task(
   tmp_path: pathlib.Path, isolated_registries: None, kind: str

@@ -168,6 +168,7 @@ def test_an_object_that_is_not_a_dataset_is_refused(
     make_feed(3)
 
 
+@pytest.mark.slow
 def test_restart_continues_with_the_next_batch_of_shuffled_packed_data(
   make_feed: Callable[..., ShardedDatasetIterator],
   packed_twice: tuple[Any, Any],
@@ -186,6 +187,7 @@ def test_restart_continues_with_the_next_batch_of_shuffled_packed_data(
     assert_batches_equal(next(restarted), batch)
 
 
+@pytest.mark.slow
 def test_saving_does_not_disturb_what_follows(
   make_feed: Callable[..., ShardedDatasetIterator],
   packed_twice: tuple[Any, Any],

@@ -43,6 +43,7 @@ def describe(cfg: DatasetConfig, steps: int, **changes: Any) -> list[str]:
   return check_examples(dataclasses.replace(cfg, **changes), get_dataset)(steps)
 
 
+@pytest.mark.slow
 def test_the_examples_the_share_truncated_and_the_epochs_of_the_steps_are_stated(
   cfg: DatasetConfig,
 ) -> None:

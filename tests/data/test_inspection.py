@@ -50,6 +50,7 @@ def corpus(tmp_path: pathlib.Path) -> str:
   return str(tmp_path / "*.jsonl")
 
 
+@pytest.mark.slow
 def test_prepared_data_can_be_inspected(
   model: str, corpus: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_prepare_prints_user_errors_and_exits(
   assert "error: There is no file '/nowhere/*.txt'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gin_files_and_files_of_rows_can_be_inspected(
   model: str,
   tmp_path: pathlib.Path,
@@ -107,6 +109,7 @@ def test_gin_files_and_files_of_rows_can_be_inspected(
   assert "no column 'text' among 'id', 'question', 'answer'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lost_characters_of_a_task_that_reads_lines_are_named(
   model: str,
   tmp_path: pathlib.Path,

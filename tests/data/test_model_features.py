@@ -41,6 +41,7 @@ def test_later_texts_of_a_packed_row_do_not_see_their_start_token() -> None:
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("inputs", "marks"), [([5, 6], [1, 1, 0, 0, 0]), ([5], [1, 0, 0, 0, 0])])
 def test_inputs_are_marked_without_the_start_token(inputs: list[int], marks: list[int]) -> None:
   made = row([{"inputs": inputs, "targets": [7, 8]}], {"inputs": 3, "targets": 2}, pack=False)

@@ -54,6 +54,7 @@ def examples(name: str, split: str = "train", **options: Any) -> list[dict[str, 
   return list(dataset(name, split, **options).as_numpy_iterator())
 
 
+@pytest.mark.slow
 def test_span_corruption_makes_inputs_and_targets_with_end_tokens(
   pattern: str, vocabulary: Any
 ) -> None:
@@ -89,6 +90,7 @@ def test_causal_targets_are_documents_with_an_end_token_each(pattern: str, vocab
   assert all(len(e["targets"]) == 32 for e in found[:-2])
 
 
+@pytest.mark.slow
 def test_ul2_puts_its_modes_before_the_inputs_and_mixes_all_denoisers(
   pattern: str, vocabulary: Any
 ) -> None:
@@ -103,6 +105,7 @@ def test_ul2_puts_its_modes_before_the_inputs_and_mixes_all_denoisers(
     assert all(len(e["inputs"]) <= 32 and len(e["targets"]) <= 32 for e in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "variant", sorted((RECIPES / "runs/ul2").glob("*.gin")), ids=lambda f: f.stem
 )
@@ -152,6 +155,7 @@ def test_train_and_validation_do_not_overlap(pattern: str, vocabulary: Any) -> N
   assert 10 < len(parts[1]) < 45
 
 
+@pytest.mark.slow
 def test_shards_are_disjoint_and_complete(pattern: str, vocabulary: Any) -> None:
   seqio = import_seqio()
   options = {"vocabulary": vocabulary, "objective": "seq2seq", "inputs": "text", "targets": "title"}
@@ -165,6 +169,7 @@ def test_shards_are_disjoint_and_complete(pattern: str, vocabulary: Any) -> None
   assert sorted(text for part in parts for text in part) == sorted(whole)
 
 
+@pytest.mark.slow
 def test_a_position_in_compressed_files_is_saved_and_restored(
   pattern: str, vocabulary: Any, tmp_path: pathlib.Path
 ) -> None:
@@ -181,6 +186,7 @@ def test_a_position_in_compressed_files_is_saved_and_restored(
   assert [next(other)["targets"].numpy().tolist() for _ in range(10)] == expected
 
 
+@pytest.mark.slow
 def test_a_mixture_of_own_files_has_the_rates_that_were_asked_for(
   pattern: str, vocabulary: Any
 ) -> None:
@@ -270,6 +276,7 @@ def test_wrong_arguments_are_refused_with_what_to_set(
     file_task(pattern, vocabulary=vocabulary, **options)
 
 
+@pytest.mark.slow
 def test_a_bad_example_that_is_refused_stops_a_running_feed_with_file_and_line(
   pattern: str, vocabulary: Any
 ) -> None:

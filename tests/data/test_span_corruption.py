@@ -57,6 +57,7 @@ def restored(example: dict[str, np.ndarray]) -> list[int]:
   return tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("merge", "lengths"),
   [
@@ -90,6 +91,7 @@ def test_lengths_are_those_of_t5() -> None:
   assert objectives.random_spans_helper(512, 0.5, 3.0) == (766, 512)
 
 
+@pytest.mark.slow
 def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> None:
   examples = corrupt(
     objectives.span_corruption,
@@ -102,6 +104,7 @@ def test_joined_documents_fill_the_lengths_exactly(features: dict[str, Any]) -> 
   assert len(full) >= len(examples) - 3  # the last of each 128 joined documents is shorter
 
 
+@pytest.mark.slow
 def test_more_spans_than_sentinels_are_reported(
   features: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,6 +118,7 @@ def test_more_spans_than_sentinels_are_reported(
   ]
 
 
+@pytest.mark.slow
 def test_the_text_can_be_restored_from_inputs_and_targets(features: dict[str, Any]) -> None:
   examples = corrupt(
     objectives.span_corruption,
@@ -161,6 +165,7 @@ def test_density_and_number_of_spans_are_exact_and_positions_uniform() -> None:
   np.testing.assert_allclose(thirds, 0.135, atol=0.025)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("length", "expected"), [(1, [False]), (2, [False, True])])
 def test_the_shortest_texts_keep_their_first_token(length: int, expected: list[bool]) -> None:
   assert masks(length, 1)[0].tolist() == expected

@@ -91,6 +91,7 @@ def _official_scores(answers: list[list[str]], predictions: list[str]) -> dict[s
   return {"em": 100 * sum(exact) / len(exact), "f1": 100 * sum(overlap) / len(overlap)}
 
 
+@pytest.mark.slow
 def test_squads_scores_match_its_definition_on_real_answers(shared: pathlib.Path) -> None:
   """Predictions are correct, taken from the passage, longer, shorter, in capitals, wrong or empty."""
   articles = json.loads((shared / "data/squad/dev-v1.1.json").read_text())["data"]

@@ -51,6 +51,7 @@ def made_of_lines(vocabulary: Any, shift: int, special: list[str]) -> dict[str, 
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MAKERS)
 def test_ids_and_texts_of_ten_thousand_lines_are_those_of_transformers(
   case: str, folders: pathlib.Path

@@ -68,6 +68,7 @@ def search(model, prompts, **kwargs):
   return jax.device_get(run(jnp.asarray(prompts, jnp.int32), cache))
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("alpha", [0.0, 0.6])
 def test_a_wide_enough_beam_search_finds_the_best_of_all_sequences(alpha):
   model = HistoryModel(vocab=4, length=5)
@@ -80,6 +81,7 @@ def test_a_wide_enough_beam_search_finds_the_best_of_all_sequences(alpha):
   assert (scores[0, :-40] < -1e6).all()
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("beams", [1, 2, 4])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_narrow_beams_equal_the_plain_search(beams, offset):
@@ -111,6 +113,7 @@ def test_live_sequences_are_returned_if_none_has_ended():
   np.testing.assert_array_equal(decodes, [[t for _, t in want]] * 2)
 
 
+@pytest.mark.slow
 def test_the_search_stops_once_no_live_sequence_can_win():
   # With this model the search can stop long before the end of its 30 positions.
   model = HistoryModel(vocab=5, length=31, eos_bias=4.0)
@@ -138,6 +141,7 @@ def test_the_search_continues_while_a_longer_sequence_could_win():
   np.testing.assert_array_equal(decodes[0], [tokens for _, tokens in want])
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("eos_bias", [0.5, -1e6])
 def test_decoding_continues_each_sequence_of_a_prefilled_cache(eos_bias):
   model = HistoryModel(vocab=7, length=13, per_sequence_index=True, eos_bias=eos_bias)
@@ -178,6 +182,7 @@ def test_low_probabilities_can_end_the_search():
   )
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("max_decode_len", [4, 12])
 def test_decodes_may_be_shorter_or_longer_than_the_inputs(max_decode_len):
   model = HistoryModel(vocab=5, length=13, eos_bias=-1.0)
@@ -197,6 +202,7 @@ def test_caches_may_be_frozen():
   np.testing.assert_array_equal(frozen, thawed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [[("batch", "data")], [("batch", None)]])
 def test_a_batch_split_over_devices_is_not_gathered(rules):
   mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

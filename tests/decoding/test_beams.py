@@ -44,6 +44,7 @@ def test_cache_entries_without_a_batch_are_not_gathered():
   np.testing.assert_array_equal(got["cached_bias"], cache["cached_bias"])
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("offset", [0, 1])
 def test_keys_are_not_moved_if_the_cache_records_the_writing_beams(offset):
   parents = jnp.array([[2, 0, 0], [1, 1, 2]])
@@ -100,6 +101,7 @@ def test_top_k_of_a_long_row_with_fewer_finite_numbers_than_k_returns_infinities
   np.testing.assert_array_equal(values, np.take_along_axis(x, np.asarray(indices), 1))
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("size", [1023, 1024, 1025])
 def test_top_k_returns_a_nan_at_any_position(size):
   x = np.zeros((1, size), np.float32)

@@ -104,6 +104,7 @@ def names():
   return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in compared]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_the_tokens_are_those_of_transformers(name, folder_of):
   kind, settings = CASES[name]
@@ -115,6 +116,7 @@ def test_the_tokens_are_those_of_transformers(name, folder_of):
   assert plain != recorded[name], "the settings must change something"
 
 
+@pytest.mark.slow
 def test_samples_obey_the_same_controls_as_greedy_decoding():
   model = HistoryModel(vocab=9, length=13)
   controls = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[2], [3, 4]]}

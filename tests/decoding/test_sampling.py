@@ -48,6 +48,7 @@ PROMPTS[1, 1:3] = [4, 3]
 PROMPTS[2, 1:4] = [2, EOS, 5]  # an end within the prompt does not end the decode
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   "kwargs", [{"temperature": 0.0, "topk": 0}, {"topk": 1}, {"temperature": 5e-5}]
 )
@@ -109,6 +110,7 @@ def test_temperature_sharpens_and_its_log_probs_are_rescaled():
   np.testing.assert_allclose(log_probs[0], np.log(sharp)[decodes[0, :, 0]], rtol=1e-4)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("kwargs", "kept"), [({"topk": 2}, 2), ({"topk": 0, "topp": 0.7}, None)])
 def test_top_k_and_top_p_sample_from_the_most_probable_only(kwargs, kept):
   model = HistoryModel(vocab=6, length=2, seed=3)
@@ -122,6 +124,7 @@ def test_top_k_and_top_p_sample_from_the_most_probable_only(kwargs, kept):
   np.testing.assert_allclose(log_probs[0], want, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_top_p_of_0_samples_from_all_tokens_even_if_it_is_an_array():
   model = HistoryModel(vocab=6, length=2, seed=3)
   want, array = (
@@ -144,6 +147,7 @@ def test_each_sequence_may_have_its_own_temperature():
   np.testing.assert_allclose(log_probs[1], want, rtol=1e-4)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("steps", [1, 3, jnp.int32(3)])
 def test_the_number_of_tokens_after_the_prompt_can_be_limited(steps):
   model = HistoryModel(vocab=6, length=LENGTH + 1, eos_bias=-1e6)

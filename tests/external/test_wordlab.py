@@ -51,6 +51,7 @@ def _notes(folder: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (folder / "notes/seen.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_its_action_sees_every_stretch_and_ends_the_run(ended):
   assert [note["step"] for note in _notes(ended)] == [1, 2, 3]
   assert sorted(p.name for p in (ended / "run").glob("checkpoint_*")) == [
@@ -88,6 +89,7 @@ def test_what_it_wrote_down_configures_the_same_run(ended):
     assert line in written
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_own_checkpoint(ended, capsys):
   capsys.readouterr()
   _train(ended, "--gin.TRAIN_STEPS=3", "--gin.model.BagModel.penalty=0.02")

@@ -85,6 +85,7 @@ def _read(parser: Parser, folder: pathlib.Path) -> Exception | None:
   return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.name)
 def test_a_damaged_file_is_read_or_refused(parser: Parser, tmp_path: pathlib.Path) -> None:
   parser.write(tmp_path)

@@ -50,6 +50,7 @@ def test_wrong_arguments_are_errors_before_anything_compiles(arguments, text, ca
   assert text in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_step_of_a_file_from_elsewhere_is_lowered_with_the_trainer_that_it_names():
   lowered = []
 

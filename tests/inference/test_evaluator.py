@@ -86,6 +86,7 @@ def batch_of(model):
   return jax.tree.map(jnp.asarray, batch)
 
 
+@pytest.mark.slow
 def test_metrics_see_every_example_once_with_the_models_outputs(evaluated):
   evaluator, _, metrics, model, state = evaluated
   texts = [target for _, target in PAIRS]
@@ -127,6 +128,7 @@ def test_lengths_that_are_not_set_are_those_of_the_longest_example(evaluated):
   assert evaluator.model_feature_shapes["decoder_target_tokens"] == (len("answer 10") + 1,)
 
 
+@pytest.mark.slow
 def test_batches_of_short_inputs_are_computed_at_a_short_length(evaluated):
   model, state = byte_model(), evaluated[-1]
   lengths, score = [], model.score_batch

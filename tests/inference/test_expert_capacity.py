@@ -55,6 +55,7 @@ def left_behind_in_encoder():
   return np.array([fraction(row) for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("model", "options"),
   [
@@ -70,6 +71,7 @@ def test_predictions_include_the_fraction_of_their_inputs(model, options):
   np.testing.assert_allclose(aux["tokens_left_behind"], left_behind_in_encoder(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scanned_layers_count_too():
   module = Transformer(scalable(FEW_SLOTS, scan_layers=True))
   predict = make_model(module).predict_batch_with_aux
@@ -77,6 +79,7 @@ def test_scanned_layers_count_too():
   assert aux["tokens_left_behind"].shape == (8,)
 
 
+@pytest.mark.slow
 def test_predictions_of_a_decoder_include_the_fraction_of_their_prompts():
   config = DECODER_ONLY.replace(num_experts=2, expert_capacity=1)
   prompts = jnp.array([[0, 5, 6, 7, 8, 9, 0, 0], [0, 4, 0, 0, 0, 0, 0, 0]])
@@ -89,6 +92,7 @@ def test_predictions_of_a_decoder_include_the_fraction_of_their_prompts():
   assert aux["tokens_left_behind"][1] <= 1 / 2
 
 
+@pytest.mark.slow
 def test_every_way_of_inference_over_a_dataset_has_the_fraction():
   state, partitioner = InferenceState.create(VARIABLES), PjitPartitioner(num_partitions=1)
   rows = [{name: np.asarray(x[n]) for name, x in BATCH.items()} for n in range(8)]
@@ -104,6 +108,7 @@ def test_every_way_of_inference_over_a_dataset_has_the_fraction():
   np.testing.assert_allclose(got[0], jax.jit(scored)(PARAMS, BATCH)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_text_has_the_same_score_alone_and_beside_a_long_text():
   import seqio
 
@@ -139,6 +144,7 @@ def test_a_note_says_how_many_tokens_and_what_to_set():
   assert not list(notes_on_tokens_left_behind({"scores": [1.0]}))
 
 
+@pytest.mark.slow
 def test_the_last_result_of_an_exported_model_is_the_fraction(tmp_path):
   (batch,) = jax.export.symbolic_shape("b")
   shapes = {n: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for n, x in BATCH.items()}

@@ -37,6 +37,7 @@ def expected_scores():
   return np.asarray(jax.jit(MODEL.score_batch)(STATE.params, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_partitions", [1, 4])
 def test_every_example_is_scored_once_and_padding_rows_are_dropped(num_partitions):
   results = infer_fn(num_partitions=num_partitions)(enumerate(EXAMPLES), STATE)
@@ -59,6 +60,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused_with_its_batch():
     infer_fn(num_token_ids=token_limit(MODEL))(enumerate([*EXAMPLES[:9], wrong]), STATE)
 
 
+@pytest.mark.slow
 def test_predictions_are_lists_of_numbers_and_aux_is_in_their_order():
   predictions, aux = infer_fn("predict_batch_with_aux")(enumerate(EXAMPLES), STATE)
   index, tokens = predictions[10]

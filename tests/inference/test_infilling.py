@@ -56,6 +56,7 @@ def test_text_before_the_first_sentinel_is_ignored(vocabulary: Any) -> None:
   assert parse_spans(vocabulary, decode) == {198: "error"}
 
 
+@pytest.mark.slow
 def test_blanks_are_filled_where_they_are(fill: BlankFiller) -> None:
   filled = fill(["Return the ____ of it.", "____ an ___"])
   assert filled[0].startswith("Return the [")

@@ -36,6 +36,7 @@ def examples():
   return [{name: np.asarray(x[row]) for name, x in batch.items()} for row in range(32)]
 
 
+@pytest.mark.slow
 def test_each_length_is_compiled_once_and_gives_the_scores_of_the_full_length():
   model, partitioner, shapes = make_model(), PjitPartitioner(num_partitions=1), []
   state = InferenceState.create(variables(Transformer(T5_1_1)))
@@ -88,6 +89,7 @@ def prefix_lm_examples():
   return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_scoring", "is_prefix"), [(True, True), (False, True)])
 def test_a_decoder_only_model_continues_short_prompts_as_at_the_full_length(is_scoring, is_prefix):
   model = make_decoder_only_model(inputs_bidirectional_attention=is_prefix)

@@ -8,6 +8,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_models import (
   DECODER_ONLY,
   decoder_only_params,
@@ -51,6 +52,7 @@ def as_text(tokens):
   return NumberVocabulary().decode([int(x) for x in tokens if x > 1])
 
 
+@pytest.mark.slow
 def test_the_first_example_of_a_packed_row_is_predicted_as_if_it_were_alone():
   model, batch = make_model(), make_batch(2)
   params = variables(model.module)["params"]
@@ -62,12 +64,14 @@ def test_the_first_example_of_a_packed_row_is_predicted_as_if_it_were_alone():
   assert f"{sample.prediction} ".startswith(f"{as_text(expected[0])} ")
 
 
+@pytest.mark.slow
 def test_empty_rows_are_left_out():
   model, rows = make_model(), rows_of(make_batch(1))
   empty = {name: np.zeros_like(x) for name, x in rows[0].items()}
   assert len(sampler(model, variables(model.module)["params"], [*rows, empty])) == 1
 
 
+@pytest.mark.slow
 def test_a_language_model_continues_the_first_half_of_a_text():
   tokens = np.arange(2, 10, dtype=np.int32)
   row = {

@@ -33,6 +33,7 @@ def test_float32_logits_are_not_rounded_to_bfloat16():
   assert cached_attention(*half, float32_logits=True).item() == pytest.approx(0.731, abs=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_of_bias", [1, B])
 def test_a_beam_sees_the_past_of_its_parents_as_if_it_had_been_moved(batch_of_bias):
   queries, keys, values = normal(B, M, H, K), normal(B * M, H, K, S), normal(B * M, H, S, K)

@@ -41,6 +41,7 @@ def chunked(hidden, kernel, z_loss, smoothing, chunk):
 
 
 # Chunks that divide the length of 7, that do not, and that are longer.
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("smoothing", "chunk"), [(0.0, 3), (0.1, 7), (0.1, 1), (0.0, 9)])
 def test_loss_and_gradients_follow_the_formula(smoothing, chunk):
   with jax.enable_x64(True):

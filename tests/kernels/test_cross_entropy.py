@@ -45,6 +45,7 @@ def fused_loss(logits, z_loss, smoothing):
   return cross_entropy(logits, jnp.asarray(TARGETS), z_loss, smoothing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
 def test_loss_and_gradient_follow_the_formula(z_loss, smoothing):
@@ -58,6 +59,7 @@ def test_loss_and_gradient_follow_the_formula(z_loss, smoothing):
     np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_logits_in_bfloat16_are_computed_in_float32():
   logits = jnp.asarray(LOGITS, jnp.bfloat16)
   loss, _ = fused_loss(logits, 0.05, 0.0)
@@ -88,6 +90,7 @@ def test_the_backward_pass_allocates_one_array_of_the_logits_size():
   assert memory.temp_size_in_bytes < logits.size * 4 / 50
 
 
+@pytest.mark.slow
 def test_a_vocabulary_split_over_devices_is_never_gathered():
   mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
   split = NamedSharding(mesh, P("data", None, "model"))

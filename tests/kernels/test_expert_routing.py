@@ -96,6 +96,7 @@ def test_a_router_gives_each_token_the_experts_and_weights_of_its_definition(
       np.testing.assert_allclose(got[key], weight, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", ["switch", "top_2", "expert_choice"])
 def test_outputs_and_gradients_are_those_of_the_definition(router):
   scale_E = jnp.arange(1.0, EXPERTS + 1)[None, :, None, None]

@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_equal_the_reference(case):
   causal = CASES[case][5]
@@ -82,6 +83,7 @@ def test_results_and_gradients_equal_the_reference(case):
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_tiles_without_a_visible_pair_are_not_read():
   length = 128
   operands, do, _, _ = make_case(3, length, length, 8, True, True)
@@ -140,6 +142,7 @@ def test_packed_rows_and_causality_leave_the_tiles_on_the_diagonal(row, tiles, c
     assert jnp.sum(jnp.maximum(end - first, 0)) == jnp.sum(visible) == expected
 
 
+@pytest.mark.slow
 def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
   operands, _, segments, mask = make_case(*CASES["short, bias"])
   q, k, v, bias = (jnp.asarray(array, jnp.bfloat16) for array in operands)
@@ -153,6 +156,7 @@ def test_bfloat16_results_are_closer_to_float32_than_those_of_the_reference():
   assert errors[0] <= errors[1] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_it_lowers_to_triton_for_a_gpu(with_bias):
   options = FlashOptions(causal=with_bias, gpu="NVIDIA H100 80GB HBM3")
@@ -188,6 +192,7 @@ def test_logits_are_never_stored():
   assert (8, 2, 256, 256) not in results(fused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kv_heads", "size", "options"),
   [

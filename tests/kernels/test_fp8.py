@@ -36,6 +36,7 @@ def test_values_are_rounded_to_the_nearest_fp8_number_at_every_scale(factor, dty
   assert np.max(np.abs(back - x) / x) <= half_step * 1.001
 
 
+@pytest.mark.slow
 def test_zeros_stay_zeros_and_non_finite_values_become_nan():
   assert not np.asarray(fp8_matmul(jnp.zeros((4, 32)), jnp.asarray(W))).any()
   for bad in (np.inf, np.nan):
@@ -44,6 +45,7 @@ def test_zeros_stay_zeros_and_non_finite_values_become_nan():
     assert np.isnan(np.asarray(fp8_matmul(jnp.asarray(x), jnp.asarray(W)))[3]).all()
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_matmul_and_gradients_equal_float32_up_to_rounding(dtype):
   x, w, dy = (jnp.asarray(array, dtype) for array in (X, W, DY))
@@ -75,6 +77,7 @@ def test_forward_operands_are_e4m3_and_gradients_e5m2():
   assert both == [("48x32", "f8E4M3FN"), ("32x24", "f8E4M3FN"), ("48x24", "f8E5M2")]
 
 
+@pytest.mark.slow
 def test_rows_and_outputs_may_have_several_dimensions():
   y, gradients = jax.vjp(fp8_matmul, jnp.asarray(X), jnp.asarray(W))
   rows, outputs = X.reshape(6, 8, 32), W.reshape(32, 3, 8)
@@ -93,6 +96,7 @@ def mesh():
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mesh")
 def test_each_part_of_an_array_has_its_own_unit():
   # With one unit for all parts, e4m3 would round the small ones to zero.
@@ -112,6 +116,7 @@ def test_each_part_of_an_array_has_its_own_unit():
     assert 0.01 < relative_error(got, want) < 0.07
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mesh")
 def test_rows_and_outputs_with_several_dimensions_may_have_parts():
   rows, outputs, dy = (

@@ -16,6 +16,7 @@ from rosetta_t5.trained_model import open_model_dir
 CONFIG = dataclasses.replace(T5_1_1, num_decoder_layers=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["xla", "flash"])
 def test_each_target_divides_one_over_the_inputs_that_are_not_padding(kernel):
   module = Transformer(dataclasses.replace(CONFIG, attention_kernel=kernel))
@@ -30,6 +31,7 @@ def test_each_target_divides_one_over_the_inputs_that_are_not_padding(kernel):
   assert np.ptp(of_targets) > 0.1
 
 
+@pytest.mark.slow
 def test_scanned_layers_have_the_weights_of_separate_ones_in_their_order():
   separate, scanned = (
     Transformer(dataclasses.replace(CONFIG, scan_layers=scan)) for scan in (False, True)

@@ -60,6 +60,7 @@ def logits_fn(is_prefix):
   return jax.jit(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_loss_and_scores_exclude_the_inputs(is_prefix):
   model = make(inputs_bidirectional_attention=is_prefix)
@@ -74,6 +75,7 @@ def test_loss_and_scores_exclude_the_inputs(is_prefix):
   np.testing.assert_allclose(jax.jit(model.score_batch)(PARAMS, BATCH), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_chunked_scores_equal_those_of_all_logits():
   chunked = make(loss_chunk_length=3)  # ten positions: the last chunk is not full
   program, whole = (f.lower(PARAMS, BATCH) for f in (jax.jit(chunked.score_batch), SCORE))
@@ -87,6 +89,7 @@ def test_chunked_scores_equal_those_of_all_logits():
   assert sown["decoder"]["token_scores"][0].shape == (3, LENGTH)
 
 
+@pytest.mark.slow
 def test_chunked_scores_give_padding_probability_0_too():
   config = DECODER_ONLY.replace(padding_never_follows=True)
   chunked, whole = (make(config, loss_chunk_length=n) for n in (4, None))
@@ -116,6 +119,7 @@ def greedy_by_teacher_forcing(is_prefix):
 GREEDY = functools.partial(decoding.temperature_sample, temperature=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_greedy_decodes_continue_inputs_of_different_lengths(is_prefix):
   model = make(decode_fn=GREEDY, inputs_bidirectional_attention=is_prefix)
@@ -148,6 +152,7 @@ def test_samples_are_sorted_by_log_probability_with_the_best_last():
   np.testing.assert_array_equal(best_aux["scores"], scores_BN[:, -1])
 
 
+@pytest.mark.slow
 def test_beam_search_continues_the_inputs_too():
   model = make(decode_fn=decoding.beam_search)
   predict = functools.partial(model.predict_batch_with_aux, num_decodes=3, return_all_decodes=True)

@@ -91,6 +91,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_each_microbatch_is_divided_by_its_own_factor_and_the_parts_are_summed(
@@ -137,6 +138,7 @@ def decodes():
   return np.asarray(tokens), np.asarray(aux["scores"])
 
 
+@pytest.mark.slow
 def test_scores_of_decodes_are_those_of_teacher_forcing_with_beam_search_s_length_penalty(decodes):
   tokens_BNT, scores_BN = decodes
   assert tokens_BNT.shape == (4, 4, 6)
@@ -157,6 +159,7 @@ def test_scores_of_decodes_are_those_of_teacher_forcing_with_beam_search_s_lengt
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_fn", [beam_search, temperature_sample])
 def test_decodes_are_the_same_if_padding_is_another_token(decode_fn):
   def decoded(pad_id):
@@ -172,6 +175,7 @@ def test_decodes_are_the_same_if_padding_is_another_token(decode_fn):
   np.testing.assert_allclose(scores, want_scores, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
   model = make_model()
   decode = jax.jit(functools.partial(model.predict_batch_with_aux, num_decodes=3))
@@ -188,6 +192,7 @@ def test_a_step_of_beam_search_neither_moves_nor_copies_the_keys_and_values():
   assert all("dynamic_update_slice" in rest for rest in written), written
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("model", "params", "kernels"),
   [
@@ -232,6 +237,7 @@ def test_the_decode_function_receives_the_end_token_and_the_options_of_the_calle
   assert "decode_rng" not in given
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("prompted", [True, False])
 def test_targets_begin_the_decodes_only_on_request(prompted):
 
@@ -264,6 +270,7 @@ class Scanned(Transformer):
     return True
 
 
+@pytest.mark.slow
 def test_a_custom_decode_function_receives_only_arguments_that_it_accepts():
   def plain(inputs, cache, tokens_to_logits, eos_id, num_decodes):
     logits, _ = tokens_to_logits(
@@ -294,6 +301,7 @@ def test_the_decode_function_receives_the_batch_dimension_of_a_scanned_cache():
     assert given["cache_offset"] == offset
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
@@ -310,6 +318,7 @@ def test_unknown_options_of_the_decode_function_are_refused(arguments, text):
     jax.eval_shape(predict, BATCH)
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_batches_of_a_shape_and_traced_options():
   model = make_model(decode_fn=functools.partial(beam_search, alpha=0.0))
   predict = jax.jit(

@@ -121,6 +121,7 @@ def test_older_metrics_are_plain_sums():
   assert metrics["mine"] == 7
 
 
+@pytest.mark.slow
 def test_metrics_of_packed_batches_have_the_names_of_t5x():
   batch = make_batch(2) | {
     "encoder_segment_ids": jnp.ones((2, 10), jnp.int32),

@@ -31,6 +31,7 @@ def test_only_the_initial_query_kernel_is_divided_by_the_root_of_the_head_size()
   assert spread == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_scale_attn_logits_divides_the_logits_a_second_time(params):
   scaled = dataclasses.replace(MODULE, scale_attn_logits=True)
   smaller = params | {"query": {"kernel": params["query"]["kernel"] / np.sqrt(K)}}
@@ -56,6 +57,7 @@ def weights_seen_through(module, key):
   return module.apply({"params": params}, X, one_hot, rngs={"dropout": key})
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_keys_for_all_queries_but_different_ones_per_example():
   module = MultiHeadDotProductAttention(num_heads=1, head_dim=D, dropout_rate=0.5)
   weights = np.asarray(weights_seen_through(module, jax.random.PRNGKey(1)))

@@ -95,6 +95,7 @@ def test_unknown_settings_are_refused(changes, text):
     T5Config(vocab_size=8, **changes)
 
 
+@pytest.mark.slow
 def test_dropout_scales_the_values():
   q, k, v = jax.random.normal(jax.random.PRNGKey(0), (3, 2, 6, 2, 4))
   factor = jax.random.bernoulli(jax.random.PRNGKey(1), 0.5, (2, 2, 6)).astype(jnp.float32) * 2

@@ -49,6 +49,7 @@ def test_parameters_have_the_names_and_shapes_of_t5x(tied):
   assert shapes == {f"decoder/{name}": shape for name, shape in expected.items()}
 
 
+@pytest.mark.slow
 def test_tied_logits_are_dot_products_with_the_embedding_divided_by_the_root_of_the_width():
   params = decoder_only_params(DECODER_ONLY)
   table = params["decoder"]["token_embedder"]["embedding"]
@@ -64,6 +65,7 @@ def _without_logits(params):
   return {"decoder": {n: v for n, v in params["decoder"].items() if n != "logits_dense"}}
 
 
+@pytest.mark.slow
 def test_attention_is_causal_except_within_a_prefix():
   params = decoder_only_params(DECODER_ONLY)
   changed = INPUTS.copy()
@@ -94,6 +96,7 @@ def test_packed_examples_do_not_see_each_other():
     np.testing.assert_allclose(packed[:, start:end], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("prompt_length", "is_prefix"),
   [

@@ -64,6 +64,7 @@ def test_every_second_layer_has_experts_under_the_names_of_t5x():
     assert experts["router"]["router_weights"]["w"]["kernel"].shape == (16, 4)
 
 
+@pytest.mark.slow
 def test_experts_have_different_initial_values():
   shape = jnp.ones((1, 4), jnp.int32)
   params = jax.jit(Transformer(EXPERTS).init)(KEY, shape, shape, shape)["params"]
@@ -71,6 +72,7 @@ def test_experts_have_different_initial_values():
   assert not np.allclose(kernel[0], kernel[1])
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("changes", "layers"),
   [
@@ -90,6 +92,7 @@ def test_periods_choose_the_layers_that_have_experts(changes, layers):
     assert tuple(found) == expected
 
 
+@pytest.mark.slow
 def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_network():
   without_experts = Transformer(dataclasses.replace(EXPERTS, num_experts=0))
   dense, batch = variables(without_experts)["params"], make_batch()
@@ -110,11 +113,13 @@ def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_netwo
     np.testing.assert_allclose(got[real], want[real], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_one_slot_per_row_leaves_tokens_behind():
   module = Transformer(dataclasses.replace(EXPERTS, expert_capacity=1))
   assert sown(module.config)["encoder", "fraction_tokens_left_behind"] > 0.3
 
 
+@pytest.mark.slow
 def test_capacity_is_that_of_training_with_dropout_and_of_evaluation_without():
   config = dataclasses.replace(EXPERTS, capacity_factor=0.5, eval_capacity_factor=4.0)
   model = make_model(Transformer(config))
@@ -127,6 +132,7 @@ def test_capacity_is_that_of_training_with_dropout_and_of_evaluation_without():
   assert evaluation == 0 < train
 
 
+@pytest.mark.slow
 def test_padding_has_no_expert_unless_that_is_set():
   batch = make_batch()
   more = {name: jnp.pad(x, ((0, 0), (0, 3))) for name, x in batch.items()}
@@ -137,6 +143,7 @@ def test_padding_has_no_expert_unless_that_is_set():
   assert routed["encoder", "auxiliary_loss"] != pytest.approx(want["encoder", "auxiliary_loss"])
 
 
+@pytest.mark.slow
 def test_decoders_let_tokens_choose_two_experts_if_experts_choose_tokens_in_the_encoder():
   chosen, top_2 = (
     sown(dataclasses.replace(EXPERTS, router=router)) for router in ("expert_choice", "top_2")
@@ -147,6 +154,7 @@ def test_decoders_let_tokens_choose_two_experts_if_experts_choose_tokens_in_the_
   assert chosen["decoder", "auxiliary_loss"] > 0
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_metrics_are_t5x_s():
   plain = make_model(Transformer(EXPERTS), z_loss=1e-3)
   params = variables(Transformer(EXPERTS))["params"]
@@ -173,6 +181,7 @@ def test_the_loss_and_its_metrics_are_t5x_s():
   assert sorted(loads) == [f"experts/highest_load/{s}/layers_0" for s in ("decoder", "encoder")]
 
 
+@pytest.mark.slow
 def test_the_loss_computed_in_chunks_is_the_same():
   params = variables(Transformer(EXPERTS))["params"]
   chunked = make_model(Transformer(EXPERTS), loss_chunk_length=2, **MODEL)
@@ -181,6 +190,7 @@ def test_the_loss_computed_in_chunks_is_the_same():
   assert parts[1].keys() == whole[1].keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.0, 1e4], ids=["collapsed", "saturated"])
 def test_a_collapsed_router_shows_in_the_metrics_and_gives_no_nan(scale):
   model = model_of(router_jitter=0.01, capacity_factor=1.0)
@@ -200,6 +210,7 @@ def test_a_collapsed_router_shows_in_the_metrics_and_gives_no_nan(scale):
     assert 0.3 < value["experts/fraction_tokens_left_behind"] < 0.7
 
 
+@pytest.mark.slow
 def test_groups_of_several_rows_share_the_slots():
   rows = {name: jnp.concatenate([x[:1]] * 8) for name, x in make_batch().items()}
   config = dataclasses.replace(EXPERTS, expert_capacity=3, router_group_size=20)
@@ -209,6 +220,7 @@ def test_groups_of_several_rows_share_the_slots():
   assert sown(config, rows)[key] > alone[key]
 
 
+@pytest.mark.slow
 def test_scanned_layers_sow_a_load_for_each_layer():
   config = scalable(dataclasses.replace(EVERY_SECOND, num_encoder_layers=4), scan_layers=True)
   module = Transformer(config)
@@ -217,6 +229,7 @@ def test_scanned_layers_sow_a_load_for_each_layer():
   assert loads == {"encoder/layers_1", "encoder/layers_3", "decoder/layers_1"}
 
 
+@pytest.mark.slow
 def test_scanned_periods_of_layers_compute_the_same_as_layers_one_after_another():
   plain = dataclasses.replace(EVERY_SECOND, num_encoder_layers=4)
   configs = [scalable(plain, scan_layers=scan, remat_policy="full") for scan in (False, True)]
@@ -271,6 +284,7 @@ def one_device():
   return step_on(None)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MESHES["expert, data, fsdp"]])
 def test_experts_on_several_devices_give_the_loss_of_one_device(mesh, one_device):
   text, got = step_on(mesh)
@@ -306,6 +320,7 @@ def test_moments_of_experts_are_split_like_the_experts():
   assert specs.params["encoder"]["layers_0"]["mlp"]["expert"]["wo"]["kernel"][0] == "expert"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("router", [pytest.param("switch", marks=pytest.mark.slow), "top_2"])
 def test_decoding_continues_as_the_decoder_predicts(router):
   config = dataclasses.replace(EXPERTS, router=router, eval_capacity_factor=4.0)
@@ -321,6 +336,7 @@ def test_decoding_continues_as_the_decoder_predicts(router):
   np.testing.assert_array_equal(jnp.argmax(logits[0, : length - 1], -1), decodes[0, : length - 1])
 
 
+@pytest.mark.slow
 def test_a_decoder_with_experts_has_their_losses():
   config = dataclasses.replace(DECODER_ONLY, num_experts=2, use_bias=True)
   model = make_decoder_only_model(config, aux_loss_factor=0.1)
@@ -358,6 +374,7 @@ def test_experts_cannot_choose_tokens_in_a_decoder():
     dataclasses.replace(DECODER_ONLY, num_experts=4, router="expert_choice")
 
 
+@pytest.mark.slow
 def test_a_group_smaller_than_a_row_is_refused():
   config = dataclasses.replace(EXPERTS, router_group_size=4)
   with pytest.raises(

@@ -155,6 +155,7 @@ def marks(family):
   return [pytest.mark.slow] * (family not in QUICK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kernel", "family"),
   [
@@ -168,6 +169,7 @@ def test_logits_equal_those_of_transformers(family, kernel):
   np.testing.assert_allclose(found[:, ::3, ::5], recorded, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"attention_kernel": "flash", "fuse_qkv_params": True}])
 def test_logits_of_an_encoder_decoder_equal_those_of_transformers(changes):
   recorded = json.loads(RECORDED.read_text())["every third position and fifth logit"]["t5gemma"]
@@ -179,6 +181,7 @@ def test_logits_of_an_encoder_decoder_equal_those_of_transformers(changes):
   np.testing.assert_allclose(run(params_of("t5gemma"))[:, ::3, ::5], recorded, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_with_rotary_positions_decodes_what_it_predicts():
   params = params_of("t5gemma")
   inputs, targets = (jnp.asarray(x, jnp.int32) for x in (tokens(), tokens()[:, ::-1]))
@@ -205,6 +208,7 @@ def test_an_encoder_decoder_with_rotary_positions_decodes_what_it_predicts():
   np.testing.assert_allclose(found, whole, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(x, marks=marks(x)) for x in FAMILIES])
 def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(family):
   config, params = config_of(family), params_of(family)
@@ -235,6 +239,7 @@ def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher
     np.testing.assert_allclose(found[:, row], whole[row, start : start + 5], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [5, 20])
 def test_the_cache_of_a_local_layer_is_as_long_as_its_window(window):
   module = DecoderWrapper(config_of("gemma3", window=window))
@@ -248,6 +253,7 @@ def test_the_cache_of_a_local_layer_is_as_long_as_its_window(window):
   assert lengths == [min(window, 14), 14] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"scan_layers": True}, {"fuse_qkv_params": True}])
 def test_layers_of_several_kinds_can_be_scanned_and_kernels_stacked(changes):
   config, params = config_of("gemma3"), params_of("gemma3")
@@ -262,6 +268,7 @@ def test_layers_of_several_kinds_can_be_scanned_and_kernels_stacked(changes):
   np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_in_chunks_has_the_soft_cap_and_its_gradient():
   config, params = config_of("gemma2"), params_of("gemma2")
   targets = jnp.asarray(tokens(), jnp.int32)

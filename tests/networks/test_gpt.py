@@ -55,6 +55,7 @@ def decoded_logits(config, params, lengths):
   return np.asarray(run(params, INPUTS, jnp.asarray(lengths)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "config",
   [
@@ -76,6 +77,7 @@ def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher
     )
 
 
+@pytest.mark.slow
 def test_scanned_layers_equal_a_loop_over_layers():
   params = decoder_only_params(GPT)
   scanned = logits_of(GPT.replace(scan_layers=True, remat_policy="minimal", fuse_qkv_params=True))
@@ -86,6 +88,7 @@ def test_scanned_layers_equal_a_loop_over_layers():
   assert shapes == jax.tree.map(jnp.shape, stacked(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [GPT, ROTARY], ids=["learned", "rotary"])
 def test_positions_of_packed_examples_start_from_0(config):
   params = decoder_only_params(config)
@@ -117,6 +120,7 @@ def test_rotary_embeddings_rotate_pairs_and_depend_only_on_distances():
   np.testing.assert_allclose(logits(0), logits(100), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_padding_never_follows_gives_padding_probability_0():
   params = decoder_only_params(GPT)
   plain = logits_of(GPT)(params, INPUTS, TOKENS)

@@ -138,6 +138,7 @@ def distance(got, want):
   return np.sqrt(error / size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", FEW)
 def test_settings_do_not_change_the_numbers(row):
   check(TABLE[row], GPT, 1e-5)
@@ -214,6 +215,7 @@ def test_training_in_fp8_follows_training_in_bfloat16(recipe, scan_layers):
   assert found != plain
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_values_when_the_length_is_first():
   config = GPT.replace(dropout_rate=0.3)
   found = []
@@ -224,6 +226,7 @@ def test_dropout_drops_the_same_values_when_the_length_is_first():
   np.testing.assert_allclose(*found, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_cudnn_without_a_gpu_is_refused_with_the_setting_to_change():
   text = (
     "TransformerConfig.attention_kernel = 'cudnn' needs an NVIDIA GPU, but jax runs on cpu: set"

@@ -20,6 +20,7 @@ from rosetta_t5.training.optimizers.optax_wrapper import chain
 GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length_first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_loss_and_gradients_do_not_depend_on_the_device(length_first):
   config = T5_1_1.replace(transpose_batch_sequence=length_first, dropout_rate=0.1)
@@ -87,6 +88,7 @@ def test_a_common_factor_does_not_change_a_bit():
     np.testing.assert_array_equal(same[name], grad)
 
 
+@pytest.mark.slow
 def test_a_decoding_loop_for_a_gpu_reads_kernels_that_are_cast_before_it():
   config = T5_1_1.replace(dtype=jnp.bfloat16)
   model, params, batch = make_model(Transformer(config)), params_of(config), make_batch(3)

@@ -60,6 +60,7 @@ def choose(**kernels):
   return choose_fastest([CASE], list(kernels), kernels, seconds=0.05)
 
 
+@pytest.mark.slow
 def test_the_fastest_of_correct_kernels_is_chosen_and_all_times_are_reported():
   choice = choose(xla=slow, flash=reference)
   assert choice.name == "flash"
@@ -67,6 +68,7 @@ def test_the_fastest_of_correct_kernels_is_chosen_and_all_times_are_reported():
   assert choice.reason.count(" ms") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kernel", "problem"),
   [
@@ -82,6 +84,7 @@ def test_a_faster_kernel_that_is_wrong_is_rejected_with_the_reason(kernel, probl
   assert f"flash {problem}" in choice.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("packed", "causal", "dtype"), [(True, False, "float32"), (False, True, "bfloat16")]
 )
@@ -127,6 +130,7 @@ def test_nothing_is_measured_without_a_gpu(model):
   assert with_measured_kernel(model, {}, {"data": 1}) == (model, None)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_same_device_and_shapes_uses_the_stored_choice(model, tmp_path, monkeypatch):
   """Only the platform is replaced: the kernels are compiled and timed for real, though not for long."""
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -79,6 +79,7 @@ def bfloat16():
   return Transformer(dataclasses.replace(T5_1_1, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [pytest.param("current", marks=pytest.mark.slow), "delayed"])
 def test_training_in_fp8_follows_training_in_bfloat16(recipe):
   losses, _ = trained(recipe)
@@ -96,6 +97,7 @@ def test_projections_use_fp8_but_logits_and_attention_do_not():
   assert text.count("stablehlo.dot_general") == 18 + 9
 
 
+@pytest.mark.slow
 def test_delayed_scales_are_replaced_in_each_microbatch_and_not_trained():
   _, whole = trained("delayed", steps=1)
   _, parts = trained("delayed", steps=1, microbatches=2)
@@ -127,6 +129,7 @@ def test_fp8_does_not_change_the_parameters():
   assert shapes == plain
 
 
+@pytest.mark.slow
 def test_fused_projections_differ_only_by_rounding():
   loss, fused = (
     evaluation("current", **switches).compile()(params_of(T5_1_1), BATCH)[0]

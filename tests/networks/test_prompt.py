@@ -81,6 +81,7 @@ def check(found, computed, atol=1e-4):
   np.testing.assert_allclose(computed[..., ::5] * is_real, expected * is_real, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "changes",
   [{}, {"transpose_batch_sequence": True, "remat_policy": "full"}, {"attention_kernel": "flash"}],
@@ -89,6 +90,7 @@ def test_logits_equal_those_of_peft(found, changes):
   check(found, logits(found, **changes))
 
 
+@pytest.mark.slow
 def test_the_vectors_have_the_name_axes_and_initial_values_of_t5x_s_prompt_tuning(found):
   initial = with_config(found).init(jax.random.PRNGKey(0), **found.inputs, enable_dropout=False)
   side = "decoder" if found.settings.is_gpt else "encoder"
@@ -102,6 +104,7 @@ def test_the_vectors_have_the_name_axes_and_initial_values_of_t5x_s_prompt_tunin
   assert axes.names == ("prompt", "prompt_embed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "found",
   [pytest.param(x, marks=[pytest.mark.slow] * (x not in ("t5", "gemma3"))) for x in MODELS],
@@ -121,6 +124,7 @@ def test_greedy_predictions_are_those_of_whole_sequences(found):
   check_greedy(model, found.params, batch, starts)
 
 
+@pytest.mark.slow
 def test_greedy_predictions_with_a_relative_bias_are_those_of_whole_sequences():
   config = dataclasses.replace(DECODER_ONLY, prompt_length=PROMPT_LENGTH)
   model = make_decoder_only_model(config, decode_fn=temperature_sample)
@@ -161,6 +165,7 @@ def test_packed_rows_are_refused(found):
 CONFIGS = {"T5": T5_1_1, "GPT": GPT.replace(max_length=24), "scanned": scalable(T5_1_1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "GPT")) for n in CONFIGS]
 )

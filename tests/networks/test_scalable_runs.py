@@ -35,6 +35,7 @@ def beams(module):
   return tokens, aux["scores"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_beams_equal_those_of_plain_t5(scan):
   tokens, scores = beams(Transformer(PLAIN))
@@ -49,6 +50,7 @@ def train_state(config, params):
   return create_state({"params": params, "params_axes": shapes["params_axes"]})
 
 
+@pytest.mark.slow
 def test_adafactor_treats_each_scanned_layer_as_a_separate_parameter():
   # From 128 on, Adafactor factors matrices whether they are stacked or not.
   wide = dataclasses.replace(PLAIN, emb_dim=128, mlp_dim=256, num_encoder_layers=1)
@@ -81,6 +83,7 @@ def program_size(config, layers):
   return len(step.lower(params).as_text())
 
 
+@pytest.mark.slow
 def test_the_program_of_scanned_layers_does_not_grow_with_their_number():
   scanned = [program_size(SCANNED, layers) for layers in (2, 24)]
   assert scanned[1] < 1.02 * scanned[0]

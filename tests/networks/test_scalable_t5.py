@@ -85,6 +85,7 @@ def test_unscanned_layers_equal_plain_t5_including_dropout():
 SWITCHED = {"param_scan_axis": 0, "transpose_batch_sequence": True, "fuse_qkv_params": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, SWITCHED])
 def test_scanned_layers_equal_unscanned_layers(changes):
   config = dataclasses.replace(SCANNED, **changes)
@@ -111,6 +112,7 @@ def initial(config):
   return jax.jit(lambda: initialize(model_of(config).module, KEY)["params"])()
 
 
+@pytest.mark.slow
 def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
   plain = dataclasses.replace(PLAIN, num_encoder_layers=1)
   got = flatten_dict(initial(scalable(plain, scan_layers=False)))
@@ -125,6 +127,7 @@ def test_unscanned_parameters_are_those_of_plain_t5_with_a_bias_per_layer():
       np.testing.assert_allclose(value, expected[path], atol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_each_scanned_layer_is_initialized_with_its_part_of_the_split_key():
   drawn = flatten_dict(initial(SCANNED)["encoder"]["encoder"])
   scaling, dims = nn.initializers.variance_scaling, (PLAIN.emb_dim, PLAIN.num_heads, PLAIN.head_dim)
@@ -143,6 +146,7 @@ def test_each_scanned_layer_is_initialized_with_its_part_of_the_split_key():
       np.testing.assert_allclose(got, draw(own).reshape(got.shape), atol=1e-6, err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_each_scanned_layer_drops_its_own_features_at_every_position():
   module = model_of(dataclasses.replace(SCANNED, dropout_rate=0.5)).module
   encode = functools.partial(

@@ -172,6 +172,7 @@ def test_any_three_settings_occur_together_in_the_table():
     assert met == set(itertools.product(*(SETTINGS[name] for name in names)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", FEW)
 def test_settings_do_not_change_the_numbers(row):
@@ -194,6 +195,7 @@ def test_in_bfloat16_settings_change_numbers_only_by_rounding(row):
   check(TABLE[row] | {"num_experts": 0}, 0.12, dtype="bfloat16")
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_values_when_the_length_is_first():
   losses = []
   for switch in (0, 1):
@@ -203,6 +205,7 @@ def test_dropout_drops_the_same_values_when_the_length_is_first():
   np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True])
 def test_attention_with_fused_projections_has_the_same_initial_values_and_results(scaled):
   attention = MultiHeadDotProductAttention(num_heads=2, head_dim=4, scale_attn_logits=scaled)
@@ -225,6 +228,7 @@ def test_fused_projections_use_one_matmul():
   assert count_matmuls(T5_1_1) - count_matmuls(fused) == 5
 
 
+@pytest.mark.slow
 def test_a_split_batch_stays_split_when_the_length_is_first():
   config = dataclasses.replace(T5_1_1, transpose_batch_sequence=True, fuse_qkv_params=True)
   step, arguments = step_of(config, None, False, 1, 8)

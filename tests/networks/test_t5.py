@@ -53,6 +53,7 @@ def real_logits(batch, logits):
   return np.asarray(logits)[np.asarray(batch["decoder_target_tokens"]) > 0]
 
 
+@pytest.mark.slow
 def test_padding_does_not_change_the_results(alone):
   batch, loss, logits = alone
   padded = pad(batch, inputs=3, targets=2)
@@ -61,6 +62,7 @@ def test_padding_does_not_change_the_results(alone):
   np.testing.assert_allclose(real_logits(padded, got_logits), real_logits(batch, logits), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_examples_have_the_loss_and_logits_of_separate_ones(alone):
   batch, loss, logits = alone
   packed = pack(batch)
@@ -72,6 +74,7 @@ def test_packed_examples_have_the_loss_and_logits_of_separate_ones(alone):
   assert not np.allclose(real_logits(packed, mixed), real_logits(batch, logits), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
   batch, _, logits = alone
   model, params = make_model(), params_of(T5_1_1)
@@ -107,6 +110,7 @@ def test_cached_decoding_gives_the_logits_of_teacher_forcing(alone):
     np.testing.assert_allclose(got[real, 0], logits[real, position], atol=1e-5)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_use_the_scaled_embedding_or_a_separate_projection(tied):
   config = dataclasses.replace(T5_1_1, num_encoder_layers=0, num_decoder_layers=0)
@@ -163,6 +167,7 @@ def attentions_of(config):
   return called
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("switch", "field"),
   [("scale_attn_logits", "scale_attn_logits"), ("float32_attention_logits", "float32_logits")],
@@ -173,6 +178,7 @@ def test_settings_of_attention_logits_apply_to_every_attention(switch, field):
     assert [getattr(module, field) for module in modules] == [on] * 3
 
 
+@pytest.mark.slow
 def test_parameters_and_logits_are_float32_under_bfloat16(alone):
   batch, _, logits = alone
   config = dataclasses.replace(T5_1_1, dtype="bfloat16")
@@ -190,6 +196,7 @@ def test_float16_is_refused_with_alternatives():
       T5Config(vocab_size=8, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_its_key_and_is_off_in_evaluation(alone):
   batch, loss, _ = alone
   model = make_model(Transformer(dataclasses.replace(T5_1_1, dropout_rate=0.5)))
@@ -201,6 +208,7 @@ def test_dropout_depends_on_its_key_and_is_off_in_evaluation(alone):
   assert str(programs[0]) == str(programs[1])
 
 
+@pytest.mark.slow
 def test_embedding_dropout_is_shared_by_positions_but_the_last_encoder_dropout_is_not():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=0, dropout_rate=0.5, emb_dim=256)
   encoder = Encoder(config, nn.Embed(8, 256, embedding_init=nn.initializers.ones))

@@ -55,6 +55,7 @@ def place(state, partitioner):
   return jax.device_put(state, shardings)
 
 
+@pytest.mark.slow
 def test_the_axes_of_a_user_network_determine_sharding_and_factoring():
   model = make_model(Mixture())
   variables = initial_variables(model)
@@ -117,6 +118,7 @@ def encoded_by(module, params, tokens):
   return jax.jit(encode)({"params": params}, tokens)
 
 
+@pytest.mark.slow
 def test_a_subclass_of_t5_can_add_parameters():
   config = dataclasses.replace(T5_1_1, num_encoder_layers=1)
   module, tokens = LoudTransformer(config), make_batch(2)["encoder_input_tokens"]

@@ -122,6 +122,7 @@ EXPERT_MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in MESHES]
 )
@@ -136,6 +137,7 @@ def test_steps_of_deeper_networks_have_the_required_collectives(name):
   check_collectives(MESHES[mesh], config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "expert")) for n in EXPERT_MESHES]
 )
@@ -143,6 +145,7 @@ def test_steps_of_networks_with_experts_have_the_required_collectives(name):
   check_collectives(EXPERT_MESHES[name], EXPERTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("family", "name"),
   [
@@ -193,6 +196,7 @@ def argument_bytes(state, splits, batch, partitioner):
   return sum(parts.values()) + examples + state.step.dtype.itemsize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "switches",
   [

@@ -108,6 +108,7 @@ LAYOUTS = {
 QUICK = "counts of data, fsdp, tensor"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in LAYOUTS]
 )

@@ -124,6 +124,7 @@ WITH_DROPOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "case",
   [pytest.param(c, marks=[pytest.mark.slow] * c.startswith("T5")) for c in WITH_DROPOUT],
@@ -194,6 +195,7 @@ def test_fp8_differs_from_one_device_by_the_rounding_of_units_only():
   assert np.linalg.norm(got_grads - want_grads) < 0.1 * np.linalg.norm(want_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_key", [jax.random.PRNGKey, jax.random.key])
 def test_rows_of_a_random_array_are_those_of_the_whole_array(make_key):
   key, shape, rows = make_key(5), (3, 8, 1, 5), jnp.array([6, 1, 2])
@@ -252,6 +254,7 @@ def test_matmuls_of_split_positions_in_a_stage_need_no_sums():
   assert "all-reduce(" not in loops
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_the_backward_pass_keeps_one_copy_of_the_parameters_for_all_ticks(rounds):
   size, batch, layers = 128, 16, 4
@@ -355,6 +358,7 @@ def test_unsupported_models_are_refused_in_a_pipeline(changes, collections, mess
   assert message in pipeline_obstacle(CONFIGS["GPT"].replace(**changes), collections)
 
 
+@pytest.mark.slow
 def test_a_plan_refuses_experts_in_a_pipeline():
   config = CONFIGS["GPT"].replace(num_experts=4)
   with pytest.raises(ValueError, match="num_experts = 4 is not supported with a pipeline"):

@@ -50,6 +50,7 @@ def _seconds(number, unit):
   return float(number) / (1000 if unit == "ms" else 1)
 
 
+@pytest.mark.slow
 def test_three_configurations_fit_where_the_recipe_does_not(capsys):
   arguments = (*LARGE, "--gin.BATCH_SIZE=4096", "--devices=4", "--gpu=h100", XLA)
   output = plan(capsys, *arguments)
@@ -64,6 +65,7 @@ def test_three_configurations_fit_where_the_recipe_does_not(capsys):
   assert _seconds(*found.groups()) == pytest.approx(seconds[0], rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("gpu", "rows", "kernel"), [("a100", [UNPACKED], "cudnn"), ("h200", [], "flash")]
 )
@@ -72,6 +74,7 @@ def test_the_kernel_suits_the_gpu_and_the_rows(gpu, rows, kernel, capsys):
   assert f"--gin.network.T5Config.attention_kernel='{kernel}'" in first
 
 
+@pytest.mark.slow
 def test_the_precision_of_the_recipe_is_kept_unless_another_one_is_allowed(capsys):
   output = plan(capsys, *LARGE, "--devices=8", "--gpu=h200")
   assert "te_config" not in output
@@ -83,6 +86,7 @@ def test_the_precision_of_the_recipe_is_kept_unless_another_one_is_allowed(capsy
   assert "te_config" not in bfloat16  # an A100 has no fp8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "kernel"), [([], "flash"), ([UNPACKED], "cudnn")])
 def test_the_kernel_auto_counts_as_the_one_that_a_run_would_choose(rows, kernel, capsys):
   named = f"--gin.network.T5Config.attention_kernel='{kernel}'"
@@ -111,6 +115,7 @@ def test_the_expected_kernel_is_one_that_computes_all_layers(changes, kernel):
   assert fastest_kernel(prefix_lm, {"decoder": 16}, cfg, {"data": 1}, GPUS["h100"]) == "xla"
 
 
+@pytest.mark.slow
 def test_rows_that_the_task_has_packed_need_the_flash_kernel(capsys):
   recipe = "gin/examples/base_c4_pretrain_prefix_lm.gin"
   few_layers = [f"--gin.network.T5Config.num_{side}_layers=1" for side in ("encoder", "decoder")]
@@ -127,6 +132,7 @@ def test_a_state_that_fits_no_configuration_is_reported(capsys):
   assert "no configuration fits 1 RTX 4090 24 GB: use more GPUs" in output
 
 
+@pytest.mark.slow
 def test_rematerialization_costs_time_and_fp8_and_fused_attention_save_it():
   config = T5Config(vocab_size=32128, emb_dim=1024, mlp_dim=2816, num_heads=16, dtype="bfloat16")
   work = planned_work(config, {"encoder": 512, "decoder": 128}, 32, {"data": 1}, kernel="cudnn")

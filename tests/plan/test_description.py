@@ -52,6 +52,7 @@ def saved(tmp_path):
   return tmp_path / "run/checkpoint_1"
 
 
+@pytest.mark.slow
 def test_a_training_run_is_described_row_by_row(check):
   status, rows, output = check()
   assert status == 0, output
@@ -73,6 +74,7 @@ def test_a_training_run_is_described_row_by_row(check):
   assert re.search(r"optimizer \S+ MB, activations \S+ kB, logits ", rows["memory"])
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("factors", "is_reported"),
   [("linear_decay", True), ("constant * linear_warmup", True), ("constant * rsqrt_decay", False)],
@@ -96,6 +98,7 @@ def test_a_check_asks_jax_for_no_device(check, monkeypatch):
   assert "unknown" not in rows, output
 
 
+@pytest.mark.slow
 def test_microbatches_and_model_parallelism_are_described(check):
   arguments = (
     "--gin.trainer.Trainer.num_microbatches=2",
@@ -107,6 +110,7 @@ def test_microbatches_and_model_parallelism_are_described(check):
   assert "params 1.0" in rows["memory"]
 
 
+@pytest.mark.slow
 def test_all_problems_are_reported(check):
   status, _, output = check(
     "--gin.BATCH_SIZE=18",
@@ -122,12 +126,14 @@ def test_all_problems_are_reported(check):
   assert "There is no vocabulary file no.model: give the path of an existing one" in output
 
 
+@pytest.mark.slow
 def test_the_checkpoint_of_model_dir_wins_over_a_missing_initial_checkpoint(check, saved):
   status, rows, output = check("--gin.utils.RestoreCheckpointConfig.path='nowhere'")
   assert status == 0, output
   assert rows["starts from"] == "run/checkpoint_1"
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_finetuning_begin_at_its_checkpoint(check, saved):
   saved.parent.rename("pretrained")
   path = "--gin.utils.RestoreCheckpointConfig.path='pretrained/checkpoint_1'"
@@ -144,6 +150,7 @@ def test_the_steps_of_a_finetuning_begin_at_its_checkpoint(check, saved):
   assert "TRAIN_STEPS (train.total_steps) must be more than 1, " in output
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(check, saved):
   status, _, output = check("--gin.network.T5Config.mlp_dim=24")
   assert status == 2
@@ -201,6 +208,7 @@ def test_a_shipped_recipe_can_be_checked_without_any_data(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_only_training_needs_lengths_that_context_divides(check):
   lengths = "--gin.TASK_FEATURE_LENGTHS={'inputs': 15, 'targets': 8}"
   arguments = [lengths, '--gin.partitioning.PjitPartitioner.mesh={"context": 4}']

@@ -31,6 +31,7 @@ def plan(capsys, *arguments, recipe=RECIPE):
   return status, shown.out + shown.err
 
 
+@pytest.mark.slow
 def test_a_plan_has_memory_time_and_traffic(capsys):
   status, output = plan(capsys, "--devices=16", "--mfu=0.5", "--gin.BATCH_SIZE=64")
   assert status == 0
@@ -42,6 +43,7 @@ def test_a_plan_has_memory_time_and_traffic(capsys):
   )
 
 
+@pytest.mark.slow
 def test_the_mesh_determines_the_collectives(capsys):
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"fsdp": 4, "tensor": 2}'
   status, output = plan(capsys, "--devices=8", "--gpu=a100", "--gin.BATCH_SIZE=64", mesh)
@@ -54,6 +56,7 @@ def test_the_mesh_determines_the_collectives(capsys):
     assert what in output
 
 
+@pytest.mark.slow
 def test_a_plan_of_experts_has_their_all_to_alls_and_meshes_with_their_axis(capsys):
   recipe = "gin/examples/quickstart_experts.gin"
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"expert": 4}'
@@ -65,6 +68,7 @@ def test_a_plan_of_experts_has_their_all_to_alls_and_meshes_with_their_axis(caps
   assert re.search(r"--gin.partitioning.PjitPartitioner.mesh='.*\"expert\": [1248]", output)
 
 
+@pytest.mark.slow
 def test_heads_that_cannot_be_sharded_are_reported(capsys):
   recipe = "gin/examples/gpt_126m_pile_pretrain.gin"
   tensor = "--gin.partitioning.PjitPartitioner.num_partitions=8"
@@ -73,6 +77,7 @@ def test_heads_that_cannot_be_sharded_are_reported(capsys):
   assert "12 heads are not divisible by 8 (model): each device computes all of them" in output
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
@@ -130,6 +135,7 @@ def test_a_ring_sends_twice_for_an_all_reduce_and_once_for_an_all_gather():
   assert Collective("all-gather", ("data",), 100.0, "").wire_bytes(mesh) == 75
 
 
+@pytest.mark.slow
 def test_rematerialization_and_chunks_of_the_loss_keep_less():
   config = T5Config(
     vocab_size=32128,
@@ -153,6 +159,7 @@ def test_rematerialization_and_chunks_of_the_loss_keep_less():
   assert 0.5 < (kept[0] - chunked) / (32 * 128 * 32128 * 2 * 4) < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kernel", "stored"), [("xla", 2), ("auto", 2), ("cudnn", 0), ("flash", 0)]
 )
@@ -164,6 +171,7 @@ def test_only_attention_by_xla_stores_logits_and_probabilities(kernel, stored):
   assert pairs == pytest.approx(stored * 6 * 32 * 8 * 512 * 512 * 2, rel=0.01)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   "changes",
   [{"merged_attention": True, "positions": "rotary"}, {"encoder": {"global_block_size": 16}}],
@@ -174,6 +182,7 @@ def test_a_plan_of_attention_that_only_xla_computes_stores_logits_whatever_the_k
   assert not work.replace(kernel="flash").is_attention_fused
 
 
+@pytest.mark.slow
 def test_activations_sharded_over_model_between_blocks_need_less_memory():
   layers = {"num_encoder_layers": 2, "num_decoder_layers": 2}
   width = {"emb_dim": 1024, "num_heads": 16, "mlp_dim": 2816}
@@ -195,6 +204,7 @@ def test_activations_sharded_over_model_between_blocks_need_less_memory():
     assert len({activation_bytes(x.replace(remat_policy=policy)) for x in alone}) == 1
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_lowers_the_planned_memory(capsys):
   mesh = '--gin.partitioning.PjitPartitioner.mesh={"tensor": 4}'
   switch = "--gin.partitioning.PjitPartitioner.sequence_parallel=True"

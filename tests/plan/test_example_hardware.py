@@ -54,6 +54,7 @@ ON_GPUS = [path for path in RECIPES if re.search("GPU|A100|H100", field(path, "H
 ON_GPUS = [path for path in ON_GPUS if path.name not in _OF_FOLDERS]
 
 
+@pytest.mark.slow
 def test_the_length_of_prepared_rows_is_that_of_one_feature():
   (recipe,) = [path for path in RECIPES if path.name == "base_pretrain_noncausal_prefix_lm.gin"]
   alone = planned_memory(recipe, 2048, [])
@@ -65,6 +66,7 @@ def test_headers_that_name_gpus_state_their_number_and_memory():
   assert [str(path) for path in ON_GPUS if not hardware(path)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "recipe",
   [

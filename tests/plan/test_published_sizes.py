@@ -90,6 +90,7 @@ def figures(name, gpus, batch, mesh, microbatches, policy):
 ROWS = table_rows()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "row",
   [

@@ -45,6 +45,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("binding", "text"), WRONG)
 def test_a_value_that_its_argument_does_not_accept_is_refused(check, binding, text):
   status, _, output = check(f"--gin.{binding}")
@@ -71,6 +72,7 @@ def test_a_run_refuses_what_a_check_refuses_with_the_same_text(check, capsys, mo
   assert errors(capsys.readouterr().err) == errors(checked) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("binding", "text"),
   [
@@ -117,12 +119,14 @@ def test_a_run_without_a_gin_file_lists_the_arguments_that_it_needs(capsys, monk
   assert "train_script.train needs model, train_dataset_cfg, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_a_recipe_replaces_is_not_reported_as_never_used(check):
   status, _, output = check("--gin_file=gin/models/t5_1_1/adamw_opt.gin")
   assert status == 0, output
   assert "never used" not in output
 
 
+@pytest.mark.slow
 def test_a_check_reads_the_first_rows_of_files(check, isolated_registries):
   pathlib.Path("rows.csv").write_text("question,answer\n" + "How many?,seven\n" * 400)
   pathlib.Path("rows.gin").write_text(

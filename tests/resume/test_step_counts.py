@@ -51,6 +51,7 @@ def pretrained(tmp_path_factory):
   return folder / "checkpoint_2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [2, 3])
 def test_relative_steps_of_a_finetuning_count_from_its_start_also_after_restarts(
   pretrained, tmp_path, stop_at
@@ -69,6 +70,7 @@ def test_relative_steps_of_a_finetuning_count_from_its_start_also_after_restarts
   assert train(tmp_path, **finetune | {"relative_steps": 4}) == (6, [4 * batch])
 
 
+@pytest.mark.slow
 def test_relative_steps_continue_a_run_that_had_none(tmp_path):
   train(tmp_path, 2)
   assert train(tmp_path, relative_steps=2, stop_at=3)[0] == 3

@@ -167,6 +167,7 @@ def test_the_page_fits_the_screen(width, open_page, report):
   assert min(sizes) >= 11
 
 
+@pytest.mark.slow
 def test_hostile_names_and_texts_are_only_shown(open_page, tmp_path):
   hostile = "</script><img src=x onerror='document.title=`stolen`'>"
   folder = run_files.write_run(tmp_path / "<b>run")

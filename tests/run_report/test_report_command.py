@@ -55,6 +55,7 @@ def test_the_page_is_one_file_that_needs_no_network(runs, tmp_path, capsys):
   ]
 
 
+@pytest.mark.slow
 def test_long_runs_of_many_metrics_stay_small_and_keep_their_extremes(runs):
   steps = np.arange(200_000)
   noise = np.random.default_rng(0).normal(size=steps.size)

@@ -137,6 +137,7 @@ def test_vectors_have_the_clients_format_and_scores_are_log_probabilities(server
     assert [x["logprob"] for x in score][: len(generated)] == pytest.approx(generated, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_begun_requests_end_and_refuses_others(server):
   body = json.dumps({"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}).encode()
   head = f"Host: x\r\nAuthorization: Bearer secret\r\nContent-Length: {len(body)}\r\n"
@@ -153,6 +154,7 @@ def test_sigterm_lets_begun_requests_end_and_refuses_others(server):
   assert server.process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_each_adapter_of_the_first_model_is_a_model_of_its_name(
   folder, tmp_path, monkeypatch, capsys
 ):

@@ -133,6 +133,7 @@ def expected(opened: OpenedModel, tokens: Sequence[int], count: int) -> list[int
   return ids[: ids.index(1) + 1] if 1 in ids else ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "name",
   ["T5", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
@@ -154,6 +155,7 @@ def test_answers_do_not_depend_on_the_requests_that_join_and_leave(serve: Any, n
     assert answer == expected(opened, tokens, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["T5", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_equal_prompts_are_computed_once(serve: Any, name: str) -> None:
   (tokens,) = prompts(1, seed=1, longest=7)
@@ -169,6 +171,7 @@ def test_equal_prompts_are_computed_once(serve: Any, name: str) -> None:
   assert answers == [expected(open_model(name), tokens, 5)] * 6
 
 
+@pytest.mark.slow
 def test_samples_depend_on_the_seed_and_not_on_other_requests(serve: Any) -> None:
   given = prompts(6, seed=3)
 
@@ -238,6 +241,7 @@ def test_text_is_held_back_while_it_may_begin_a_stop_text(text: str, expected: s
   assert sent == expected
 
 
+@pytest.mark.slow
 def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
   given = prompts(NUM_SLOTS + 1, seed=6)
 
@@ -253,6 +257,7 @@ def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
   assert serve(close_all) == expected(open_model("T5"), given[-1], 12)
 
 
+@pytest.mark.slow
 def test_too_many_waiting_requests_are_refused(serve: Any) -> None:
   given = prompts(60, seed=7)
 
@@ -267,6 +272,7 @@ def test_too_many_waiting_requests_are_refused(serve: Any) -> None:
   assert all(isinstance(result, list | RequestError) for result in results)
 
 
+@pytest.mark.slow
 def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
   given, opened = prompts(6, seed=8), open_model("T5")
 

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from client_run import train_two_steps
 
 import t5x
@@ -184,6 +185,7 @@ class InferenceModel:
     return self.vocabulary.decode_tf(tokens).numpy()
 
 
+@pytest.mark.slow
 def test_frames_are_trained_on_restored_and_transcribed(tmp_path):
   program = InferenceModel(checkpoint_path=None)
   rng = np.random.default_rng(0)

@@ -93,6 +93,7 @@ class DualEncoderModel(models.BaseTransformerModel):
     return self._compute_logits(params, batch)[2]
 
 
+@pytest.mark.slow
 def test_a_dual_encoder_is_trained_restored_and_encodes(tmp_path):
   optimizer = adafactor.Adafactor(
     decay_rate=0.8,

@@ -7,6 +7,7 @@ import functools
 import clu.data
 import jax
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 
 import t5x
@@ -53,6 +54,7 @@ def make_model():
   )
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_saves_restores_and_predicts(tmp_path):
   model, folder = make_model(), str(tmp_path)
   partitioner = partitioning.PjitPartitioner(num_partitions=2)

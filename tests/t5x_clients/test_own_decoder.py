@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_models import T5_1_1, make_batch, make_model
 
 from t5x.examples.t5 import network
@@ -77,6 +78,7 @@ class OwnTransformer(network.Transformer):
     self.decoder = OwnDecoder(config=self.config, shared_embedding=self.shared_embedding)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_t5xs_layers_has_the_parameters_and_scores_of_t5_and_decodes():
   batch = make_batch(2)
   shapes = {name: x.shape for name, x in batch.items()}

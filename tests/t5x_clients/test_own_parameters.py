@@ -134,6 +134,7 @@ class PromptCheckpointer(checkpoints.Checkpointer):
     super().save(state, state_transformation_fns, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*Traversal. will be deprecated:DeprecationWarning")
 def test_prompt_tuning_trains_the_prompt_alone_and_saves_it_as_numpy(tmp_path):
   rules = freeze({**adafactor.standard_logical_factor_rules(), "prompt": adafactor.FactorDim.NONE})
@@ -192,6 +193,7 @@ class TwoTowers(nn.Module):
     return (left.mean(axis=1, keepdims=True) + right) @ affinity
 
 
+@pytest.mark.slow
 def test_modules_with_axes_of_their_own_are_split_by_additional_rules(tmp_path):
   rules = unfreeze(freeze(adafactor.standard_logical_factor_rules()))
   rules["affinity"] = adafactor.FactorDim.COLUMN

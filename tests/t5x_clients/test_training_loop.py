@@ -57,6 +57,7 @@ def _batch() -> dict[str, jax.Array]:
   return {**batch, "decoder_target_tokens": targets, "decoder_loss_weights": targets * 0 + 1}
 
 
+@pytest.mark.slow
 def test_custom_training_loop(program, tmp_path):
   axes = program.initializer.train_state_axes
   learning_rate = utils.create_learning_rate_scheduler("constant", base_learning_rate=0.1)
@@ -99,6 +100,7 @@ def test_custom_training_loop(program, tmp_path):
   assert norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_trainer_returns_a_future_of_training_metrics_and_evaluation_values(program):
   ours = trainer.Trainer(
     model=program.model,
@@ -145,6 +147,7 @@ def test_checkpoints_are_saved_restored_and_read(program, tmp_path):
       np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_predictions_and_scores_over_a_dataset(program):
   greedy = functools.partial(decoding.temperature_sample, temperature=0.0)
   model = make_model(decode_fn=greedy)

@@ -78,6 +78,7 @@ def test_logical_axes_lack_collections_without_axes_but_the_mesh_axes_are_comple
   assert specs.flax_mutables["counters"]["calls"] == PartitionSpec()
 
 
+@pytest.mark.slow
 def test_two_training_steps_and_a_restore_equal_those_of_our_state(tmp_path):
   partitioner = partitioning.PjitPartitioner(num_partitions=2)
   model = make_model(Bigram())

@@ -47,6 +47,7 @@ def flops(dims, mlp_activations=("gelu", "linear")):
   return flops_of(config, make_batch(2, 512, 128))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "size",
   ["small", "base", *(pytest.param(x, marks=pytest.mark.slow) for x in ("large", "xl", "xxl"))],
@@ -56,6 +57,7 @@ def test_flops_per_sequence_at_512_128(size):
   assert round(flops(dims) / 1e9, 1) == gflop
 
 
+@pytest.mark.slow
 def test_relu_mlp_has_one_kernel_fewer():
   dims, _ = SIZES["small"]
   saved = flops(dims) - flops(dims, mlp_activations=("relu",))
@@ -65,6 +67,7 @@ def test_relu_mlp_has_one_kernel_fewer():
 _LARGER = ((2304, 24, 24), (12288, 96, 80))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("hidden", "heads", "layers"),
   [(768, 12, 12), *(pytest.param(*x, marks=pytest.mark.slow) for x in _LARGER)],
@@ -89,6 +92,7 @@ def test_flops_of_a_decoder_equal_megatrons_formula(hidden, heads, layers):
   assert flops_of(config, batch) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_flops_of_experts_are_those_of_their_slots_and_routers():
   sizes = {"num_encoder_layers": 2, "num_decoder_layers": 2, "vocab_size": 32}
   batch = make_batch(2, 32, 16)

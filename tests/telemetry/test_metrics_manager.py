@@ -153,6 +153,7 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
   assert (event.step, value.tag, float(tf.make_ndarray(value.tensor))) == (7, "loss", 2.5)
 
 
+@pytest.mark.slow
 def test_importing_metrics_and_building_a_manager_do_not_import_tensorflow(tmp_path):
   code = f"""
 import sys

@@ -86,6 +86,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_updates_follow_the_definition(setting):
   ours, plain = SETTINGS[setting]
@@ -151,6 +152,7 @@ def test_several_column_dimensions_are_treated_as_one():
   assert state.param_states["q"].v_col.shape == (4, 8)
 
 
+@pytest.mark.slow
 def test_step_offset_restarts_the_averages():
   optimizer = Adafactor(LEARNING_RATE, step_offset=1000).create(normal(4))
   old = optimizer.state.replace(step=jnp.int32(1000), param_states=optimizer.state.param_states)

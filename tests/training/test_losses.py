@@ -56,6 +56,7 @@ def test_perfect_prediction_of_smoothed_targets_has_zero_loss():
   np.testing.assert_allclose(loss, 0.0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_soft_targets_agree_with_integer_targets():
   soft = jnp.eye(7)[TARGETS]
   loss, z_term = losses.cross_entropy_with_logits(LOGITS, soft, 1e-2)

@@ -137,6 +137,7 @@ def assert_trees_equal(got, want):
   assert jax.tree.structure(got) == jax.tree.structure(want)
 
 
+@pytest.mark.slow
 def test_loss_decreases_and_everything_stays_finite(definition):
   optimizer = definition.create(PARAMS)
   assert optimizer.state.step == 0
@@ -210,6 +211,7 @@ def test_adafactor_states_are_stored_with_t5x_names():
   assert set(stored["param_states"]["dense"]["kernel"]) == {"v_row", "v_col", "v", "m"}
 
 
+@pytest.mark.slow
 def test_learning_rate_of_the_trainer_affects_all_but_made_transformations():
   cases = {"adafactor": True, "multi": True, "adam": False, "muon": True, "schedule_free": True}
   for name, acts in cases.items():
@@ -252,6 +254,7 @@ def test_multi_optimizer_updates_each_part_like_its_optimizer_alone():
   np.testing.assert_array_equal(both["norm"]["scale"], momentum["norm"]["scale"])
 
 
+@pytest.mark.slow
 def test_multi_optimizer_passes_on_the_factor_rules():
   rules = Adafactor(0.1, logical_factor_rules={"x": "row", "y": "column", "l": "batch"})
   everything = traversal(lambda path: True)
@@ -290,6 +293,7 @@ def test_wrapped_optimizers_keep_the_arguments_of_optax_for_gin():
   assert optimizers.adamw.__name__ == "adamw"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.seed. is deprecated:DeprecationWarning")
 def test_dpsgd_uses_gradients_of_each_example():
   optimizer = optimizers.dpsgd(0.1, l2_norm_clip=1.0, noise_multiplier=0.0, seed=0).create(
@@ -327,6 +331,7 @@ def orthogonalized(matrix):
   return x if x.shape == matrix.shape else x.T
 
 
+@pytest.mark.slow
 def test_muon_orthogonalizes_each_scanned_layer_and_expert_and_joined_heads():
   shapes = {
     "wi": ((6, 3, 4), P("embed", "layers", "mlp")),

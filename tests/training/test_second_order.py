@@ -101,20 +101,24 @@ def numpy_shampoo(grads, b1=0.9, b2=0.99, eps=1e-3, frequency=2, one_sided=False
   return total
 
 
+@pytest.mark.slow
 def test_soap_is_adam_in_the_eigenbasis_of_the_covariances():
   assert_matches(updates(soap, precondition_frequency=2), numpy_soap)
 
 
+@pytest.mark.slow
 def test_soap_leaves_a_side_that_is_too_large_as_it_is():
   after = updates(soap, precondition_frequency=2, max_precond_dim=3)
   assert_matches(after, lambda grads: numpy_soap(grads, one_sided=True))
 
 
+@pytest.mark.slow
 def test_soap_is_adam_for_vectors_after_the_first_step():
   want = numpy_adam([g["scale"] for g in GRADS[1:]], 0.95, 0.95)
   np.testing.assert_allclose(updates(soap)["scale"], want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_shampoo_multiplies_by_inverse_roots_and_has_the_norm_of_adam():
   assert_matches(updates(shampoo, matrix_eps=1e-3, precondition_frequency=2), numpy_shampoo)
 
@@ -151,6 +155,7 @@ def squared_error(layer, params, target):
   return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divisor", [None, 2.0])
 def test_factors_are_the_means_over_rows_of_inputs_and_output_gradients(divisor):
   x, target = RNG.normal(size=(2, 5, 4)), RNG.normal(size=(2, 5, 3))
@@ -166,6 +171,7 @@ def test_factors_are_the_means_over_rows_of_inputs_and_output_gradients(divisor)
   np.testing.assert_allclose(factors["columns"], gradients.T @ gradients / 10, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_kfac_multiplies_by_the_inverses_of_the_damped_factors():
   x, target = RNG.normal(size=(7, 4)), RNG.normal(size=(7, 3))
   layer = DenseGeneral(3)
@@ -189,6 +195,7 @@ def test_kfac_multiplies_by_the_inverses_of_the_damped_factors():
   np.testing.assert_allclose(got["layer"]["kernel"], want, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_kl_clip_limits_the_quadratic_change_of_the_loss():
   params = {"layer": {"kernel": jnp.eye(3)}}
 
@@ -227,6 +234,7 @@ def kfac_factors(config):
   return jax.jit(step)(state, batch, jax.random.PRNGKey(0))[0].param_states[0].factors
 
 
+@pytest.mark.slow
 def test_scanned_and_rematerialized_layers_have_factors_of_their_own():
   config = DECODER_ONLY.replace(positions="rotary", scan_layers=True, remat_policy="full")
   (layers,) = (v for n, v in kfac_factors(config)["decoder"].items() if "mlp" in v)
@@ -243,6 +251,7 @@ def test_error_says_that_kfac_needs_separate_projections():
     kfac_factors(config)
 
 
+@pytest.mark.slow
 def test_sophia_estimates_the_diagonal_of_the_hessian():
   curvatures = {"w": jnp.asarray([1.0, 2.0, 3.0])}
 

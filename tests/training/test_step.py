@@ -48,6 +48,7 @@ def gradients(num_microbatches):
   return grads, loss, {name: float(metric.compute()) for name, metric in timed.items()}
 
 
+@pytest.mark.slow
 def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
   whole_grads, whole_loss, whole_metrics = gradients(num_microbatches=None)
   grads, loss, metrics = gradients(num_microbatches=4)
@@ -60,6 +61,7 @@ def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
   assert metrics["loss"] == pytest.approx(float(whole_loss), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", ["MEAN_PER_TOKEN", "MEAN_PER_SEQUENCE"])
 def test_a_mean_over_the_batch_does_not_depend_on_the_number_of_microbatches(factor):
   batch = {**BATCH, "decoder_loss_weights": jnp.arange(8)[:, None] * BATCH["decoder_loss_weights"]}
@@ -79,6 +81,7 @@ def test_a_mean_over_the_batch_does_not_depend_on_the_number_of_microbatches(fac
   jax.tree.map(compare, grads, expected_grads)
 
 
+@pytest.mark.slow
 def test_a_mean_without_weights_excludes_the_padding_of_the_network():
   def loss(pad_id, num_microbatches):
     module = Transformer(T5_1_1.replace(pad_id=pad_id))
@@ -173,6 +176,7 @@ def test_weight_metrics_see_gradients_and_both_states():
   assert metrics["size"] == 32 * 32
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("num_microbatches", "calls"), [(None, 1), (1, 1), (4, 4)])
 def test_mutable_collections_pass_through_every_microbatch(num_microbatches, calls):
   state = make_state(Bigram(counts_calls=True))
@@ -182,6 +186,7 @@ def test_mutable_collections_pass_through_every_microbatch(num_microbatches, cal
   assert int(twice.flax_mutables["counters"]["calls"]) == 2 * calls
 
 
+@pytest.mark.slow
 def test_evaluation_returns_the_metrics_without_dropout():
   model, state = make_model(Bigram()), make_state(Bigram())
   metrics = eval_step(state, BATCH, eval_fn=model.eval_fn)

@@ -63,6 +63,7 @@ def loss(params, batch):
   return float(MODEL.eval_fn(jax.tree.map(jnp.asarray, params), batch)[0])
 
 
+@pytest.mark.slow
 def test_metrics_are_averaged_over_the_steps_and_the_state_advances(make_trainer):
   trainer = make_trainer()
   singly = make_trainer()

@@ -105,6 +105,7 @@ def test_a_row_depends_on_its_own_key_alone() -> None:
   np.testing.assert_array_equal(together[1][3:4], alone[1])
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_several_hosts_together_read_the_batch_of_a_single_host(
   folders: list[str], hosts: int
@@ -225,6 +226,7 @@ def test_another_seed_gives_other_batches(folders: list[str]) -> None:
   assert (a["encoder_input_tokens"] != b["encoder_input_tokens"]).any()
 
 
+@pytest.mark.slow
 def test_model_features_are_those_of_seqios_converter(folders: list[str]) -> None:
   import seqio
   import tensorflow as tf

@@ -133,6 +133,7 @@ def counts(inputs: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
   return len(inputs), len(targets), int((targets < PIECES).sum()), int((targets >= PIECES).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("lengths", "options"),
   [
@@ -230,6 +231,7 @@ def test_given_denoisers_have_their_modes_densities_spans_and_fill_the_inputs(si
       assert set(np.count_nonzero(pair["inputs"], axis=1)) <= {size, size - 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_seqio_rows_of_one_long_span_lose_no_token(size: int) -> None:
   lengths = {"inputs": size, "targets": size}

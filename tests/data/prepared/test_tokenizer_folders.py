@@ -42,6 +42,7 @@ def test_prepared_rows_begin_with_a_start_token_only_if_the_folders_texts_do(
     np.testing.assert_array_equal(batch["decoder_positions"], positions)
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("case", ["qwen", "t5"])
 def test_prepared_tokens_and_batches_are_those_of_the_folders_vocabulary(
   case: str, tmp_path: pathlib.Path

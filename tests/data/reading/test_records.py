@@ -256,6 +256,7 @@ def test_texts_of_another_encoding_are_bad_examples(
     list(reader().examples(str(path)))
 
 
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("pack", [zst, gzip.compress, quick_xz])
 def test_a_truncated_file_yields_its_complete_records_and_reports_where_it_ends(
   tmp_path: pathlib.Path, pack: object

@@ -42,6 +42,7 @@ def batch_of(
   return next(data.get_dataset(cfg, 0, 1, converter, num_epochs=epochs).as_numpy_iterator())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [False, True])
 def test_a_decoders_row_is_a_conversation_and_its_loss_is_the_assistants(
   pack: bool, vocabulary: Any, rows: str
@@ -64,6 +65,7 @@ def test_a_decoders_row_is_a_conversation_and_its_loss_is_the_assistants(
     assert np.unique(batch["decoder_segment_ids"]).tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_reads_the_conversation_and_writes_the_turn(
   vocabulary: Any, rows: str
 ) -> None:
@@ -82,6 +84,7 @@ def test_an_encoder_decoder_reads_the_conversation_and_writes_the_turn(
   assert (batch["encoder_input_tokens"][1] > 0).all()
 
 
+@pytest.mark.slow
 def test_rows_that_are_cut_before_the_first_answer_are_left_out(vocabulary: Any, rows: str) -> None:
   task = data.chat_task(rows, vocabulary=vocabulary, validation_percent=0.0, name="cut")
   length = len(vocabulary.encode(CONVERSATIONS["long"][0]["content"])) + 60
@@ -89,6 +92,7 @@ def test_rows_that_are_cut_before_the_first_answer_are_left_out(vocabulary: Any,
   assert batch["decoder_loss_weights"].any(axis=1).all()
 
 
+@pytest.mark.slow
 def test_mixtures_of_conversations_keep_the_weights(vocabulary: Any, rows: str) -> None:
   names = [
     data.chat_task(rows, vocabulary=vocabulary, validation_percent=0.0, name=name)

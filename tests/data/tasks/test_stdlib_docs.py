@@ -30,6 +30,7 @@ def folder(stdlib_docs: Any, corpus_folder: pathlib.Path) -> Iterator[pathlib.Pa
   import_seqio().TaskRegistry.remove(TASK)
 
 
+@pytest.mark.slow
 def test_text_and_vocabulary_are_made_when_the_task_is_first_read(
   stdlib_docs: Any, folder: pathlib.Path
 ) -> None:
@@ -54,6 +55,7 @@ def test_the_models_vocabulary_matches_the_tasks(stdlib_docs: Any, folder: pathl
   assert Model.input_vocabulary.vocab_size == 180
 
 
+@pytest.mark.slow
 def test_rows_of_bytes_are_full_and_continue_across_paragraphs(
   stdlib_docs: Any, corpus_folder: pathlib.Path
 ) -> None:
