@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import signal
 import socket
 import sys
 from typing import Any
@@ -61,8 +62,11 @@ def _serve(options: argparse.Namespace) -> int:
   hosts = ["localhost", "127.0.0.1", "["] if is_local and not tokens else ["*"]
   with socket.socket(family) as bound:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # An address in use is an error before the models are read. Connections are refused until they are compiled.
+    # An address at which another server listens is an error before the models are read.
     bound.bind((options.host, options.port))
+    # Process 1 of a container would ignore SIGTERM until the web server handles it.
+    for each in (signal.SIGINT, signal.SIGTERM):
+      signal.signal(each, lambda number, _: os._exit(128 + number))
     app.serve(app.Application(_open_models(options), limits, tokens, hosts), bound)
   return 0
 

@@ -208,12 +208,16 @@ def serve(app: Application, bound: socket.socket) -> None:
 
 
 class _Server(uvicorn.Server):
-  async def on_tick(self, counter: int) -> bool:
-    app: Any = self.config.app
-    if not counter:
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+    await super().startup(sockets)
+    if self.started:
+      app: Any = self.config.app
       host, port, *_ = self.servers[0].sockets[0].getsockname()
       place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
       print(f"serving {', '.join(app.models)} at http://{place}", flush=True)
+
+  async def on_tick(self, counter: int) -> bool:
+    app: Any = self.config.app
     return await super().on_tick(counter) or (app.is_stopping and not app.running)
 
   def handle_exit(self, sig: int, frame: Any) -> None:

@@ -29,6 +29,16 @@ TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{{ eos_token }}"
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def start(folder: pathlib.Path, log: pathlib.Path) -> subprocess.Popen[str]:
+  (log / "tokens").write_text("secret\n")
+  options = ["--slots", 2, "--input_length", 8, "--output_length", 500, "--port", 0]
+  command = ["serve", "--model_dir", folder, "--token_file", log / "tokens", *options]
+  program = [sys.executable, "-m", "rosetta_t5.cli", *map(str, command)]
+  with (log / "errors").open("w") as errors:
+    options = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "cwd": ROOT}
+    return subprocess.Popen(program, **options)
+
+
 class Server:
   """A process that serves a folder.
 
@@ -39,18 +49,11 @@ class Server:
   """
 
   def __init__(self, folder: pathlib.Path, log: pathlib.Path):
-    (log / "tokens").write_text("secret\n")
-    options = ["--slots", 2, "--input_length", 8, "--output_length", 500, "--port", 0]
-    command = ["serve", "--model_dir", folder, "--token_file", log / "tokens", *options]
-    self._log = log / "errors"
-    program = [sys.executable, "-m", "rosetta_t5.cli", *map(str, command)]
-    with self._log.open("w") as errors:
-      options = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "cwd": ROOT}
-      self.process = subprocess.Popen(program, **options)
+    self.process = start(folder, log)
     with self.process.stdout as output:
       line = output.readline()
     found = re.fullmatch(r"serving (\S+) at (http://127.0.0.1:\d+)\n", line)
-    assert found, line + self._log.read_text()
+    assert found, line + (log / "errors").read_text()
     self.name, self.url = found.groups()
     self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="secret", max_retries=0)
 
@@ -152,6 +155,16 @@ def test_sigterm_lets_begun_requests_end_and_refuses_others(server):
     begun.sendall(body[10:])
     assert expected()[0] in begun.makefile().read()
   assert server.process.wait(30) == 0
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_server_that_compiles(folder, tmp_path):
+  process = start(folder, tmp_path)
+  while "compiling" not in (tmp_path / "errors").read_text() and process.poll() is None:
+    time.sleep(0.05)
+  process.terminate()
+  assert process.communicate(timeout=30)[0] == ""
+  assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
