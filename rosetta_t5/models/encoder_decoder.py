@@ -162,14 +162,11 @@ class EncoderDecoderModel(BaseTransformerModel):
     batch_size, targets = batch["decoder_target_tokens"].shape
     inputs = batch["encoder_input_tokens"].shape[1]
     # [R, B, T, S] of each: R is 1, or the number of layers that were scanned, of which other layers are between.
-    weights = [
-      sown[path][0].reshape(-1, batch_size, *sown[path][0].shape[-3:]).mean(2) for path in paths
-    ]
+    weights = [sown[path][0].reshape(-1, *sown[path][0].shape[-3:]) for path in paths]
     if not weights:
       return jnp.zeros((batch_size, 0, targets, inputs))
-    weights_RPBTS = jnp.stack(weights, axis=1)[
-      ..., -inputs:
-    ]  # after the vectors of a trained prompt
+    # The vectors of a trained prompt are before the inputs.
+    weights_RPBTS = jnp.stack(weights, axis=1)[..., -inputs:]
     return weights_RPBTS.reshape(-1, *weights_RPBTS.shape[2:]).swapaxes(0, 1)
 
   def predict_batch_with_aux(

@@ -168,7 +168,7 @@ class MultiHeadDotProductAttention(nn.Module):
       operands = Operands(q_BTHK, keys, values, bias, visible, *options)
       is_shown = self.is_mutable_collection(CROSS_ATTENTION) and not self.is_initializing()
       if is_shown and inputs_q is not inputs_kv:
-        self.sow(CROSS_ATTENTION, "weights", operands.weights())
+        self.sow(CROSS_ATTENTION, "weights", operands.weights().mean(1))
       outputs_BTHK = attend(self.attention_kernel, operands, self.kernel_setting)
     if self.row_axes[0] == "length":
       outputs_BTHK = outputs_BTHK.swapaxes(0, 1)

@@ -87,8 +87,7 @@ class RelativePositionBiases(nn.Module):
       decode: whether the bias is kept in the collection `cache` and read from there in later calls.
 
     Raises:
-      ValueError: there are more pairs than XLA can count, or `decode` is set in `init`, with
-        `bidirectional`, or with a cache for other lengths.
+      ValueError: `decode` is set in `init`, with `bidirectional`, or with a cache for other lengths.
     """
     if decode and bidirectional:
       raise ValueError(

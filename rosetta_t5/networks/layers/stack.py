@@ -19,7 +19,8 @@ from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.networks.layers.pipelined_stack import call_pipeline, is_pipelined
 from rosetta_t5.networks.other_networks import setting_of
 
-# The collection in which layers sow the weights of attention to encoded inputs, [B, H, T, S], if it is mutable.
+# The collection in which layers sow what they attend to of encoded inputs, [B, T, S], the mean of their heads'
+# weights, if it is mutable.
 CROSS_ATTENTION = "cross_attention"
 
 _SAVE = jax.checkpoint_policies
