@@ -13,9 +13,9 @@ import numpy as np
 from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.serving import fields
 from rosetta_t5.serving.engine import RequestError
+from rosetta_t5.serving.programs import NUM_BEAMS
 from rosetta_t5.serving.served_model import Piece, ServedModel, Token
 
-_MAX_BEAMS = 4
 _OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "user"}
 _LOWEST = -9999.0  # the log probability of an impossible token; JSON has no infinity
 
@@ -108,7 +108,8 @@ class Generation:
     if self.use_beam_search:
       others = {key for key, value in given.items() if value or key == "seed"} - _OF_BEAM_SEARCH
       conditions += [(key, False, "left out with use_beam_search") for key in sorted(others)]
-      conditions += [("n", self.n <= _MAX_BEAMS, f"at most {_MAX_BEAMS} with use_beam_search")]
+      conditions += [("logprobs", not has_top, "left out with use_beam_search")]
+      conditions += [("n", self.n <= NUM_BEAMS, f"at most {NUM_BEAMS} with use_beam_search")]
     for name, holds, expected in conditions:
       if not holds:
         raise RequestError(f"{name} must be {expected}, got {given.get(name)}", name)

@@ -1,11 +1,12 @@
 """What a server answers to requests for its models."""
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,19 +128,20 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      best = [x for prompt in asked.prompts for x in await model.beams(prompt, asked.n)]
-      scored = enumerate((piece, {"score": api.finite(score)}) for piece, score in best)
-      choices = [{**asked.choice(index, piece), **score} for index, (piece, score) in scored]
+      found = await _in_turns(lambda prompt: model.beams(prompt, asked.n), asked.prompts)
+      best = enumerate(itertools.chain.from_iterable(found))
+      choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
     texts = asked.texts()
-    pieces = _until(deadline, model.generate(texts, asked.max_tokens, asked.stop))
+    options = (asked.max_tokens, asked.stop, asked.is_stream)
+    pieces = _until(deadline, model.generate(texts, *options))
     if asked.is_stream:
       first = await anext(pieces)
       return StreamingResponse(_events(first, pieces, asked), media_type="text/event-stream")
-    found: list[list[Piece]] = [[] for _ in texts]
+    parts: list[list[Piece]] = [[] for _ in texts]
     async for index, piece in pieces:
-      found[index].append(piece)
-    choices = [asked.choice(index, _joined(text)) for index, text in enumerate(found)]
+      parts[index].append(piece)
+    choices = [asked.choice(index, _joined(text)) for index, text in enumerate(parts)]
     return JSONResponse(asked.answer(choices, usage=asked.usage()))
 
   async def embed(self, request: Request) -> Response:
@@ -161,7 +163,8 @@ class Endpoints:
       text = f"targets must be {len(inputs)} texts, one for each input, got {len(targets)}"
       raise RequestError(text, "targets")
     prompts = await asyncio.to_thread(api.encode_all, inputs, model, "inputs")
-    rows = await _in_turns(model.score, prompts, map(model.encode_target, targets))
+    ends = await asyncio.to_thread(lambda: [*map(model.encode_target, targets)])
+    rows = await _in_turns(model.score, prompts, ends)
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
     scores = [sum(token["logprob"] for token in row) for row in tokens]
     usage = api.usage(prompts, sum(map(len, rows)))
@@ -173,8 +176,9 @@ class Endpoints:
     _check_encoder(model, "has no cross-attention")
     if ("prompt" in given) == ("messages" in given):
       raise RequestError("exactly one of prompt and messages must be given", "prompt")
-    (tokens,) = api.encode_prompts(given, model)
-    weights, rows, columns = await model.attention(tokens, model.encode_target(given["target"]))
+    (tokens,) = await asyncio.to_thread(api.encode_prompts, given, model)
+    target = await asyncio.to_thread(model.encode_target, given["target"], "target", False)
+    weights, rows, columns = await model.attention(tokens, target)
     layer, count = given.get("layer", -1), len(weights)
     if not count:
       raise RequestError(f"model {model.name} does not show what it attends to", "model")
@@ -194,7 +198,12 @@ async def _in_turns(call: Callable[..., Any], *columns: Any) -> list[Any]:
   """Returns the results of calls, of which a few are made at a time, because they share the model's queue."""
   rows, found = [*zip(*columns, strict=True)], list[Any]()
   for start in range(0, len(rows), 8):
-    found += await asyncio.gather(*(call(*row) for row in rows[start : start + 8]))
+    tasks = [asyncio.create_task(call(*row)) for row in rows[start : start + 8]]
+    try:
+      found += await asyncio.gather(*tasks)
+    finally:  # After an error, nobody waits for the others.
+      for task in tasks:
+        task.cancel()
   return found
 
 
@@ -202,13 +211,14 @@ def _listed(model: ServedModel, **content: Any) -> Response:
   return JSONResponse({"object": "list", "model": model.name, **content})
 
 
-async def _until(deadline: float, pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
-  """Yields what an iterator does, and raises TimeoutError at a time of the event loop."""
-  while True:
-    async with asyncio.timeout_at(deadline):
-      if (found := await anext(pieces, None)) is None:
-        return
-    yield found
+async def _until(deadline: float, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+  """Yields what a generator does, and raises TimeoutError at a time of the event loop."""
+  async with contextlib.aclosing(pieces):
+    while True:
+      async with asyncio.timeout_at(deadline):
+        if (found := await anext(pieces, None)) is None:
+          return
+      yield found
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:
@@ -217,14 +227,15 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
 
 
 async def _events(
-  first: tuple[int, Piece], rest: AsyncIterator[tuple[int, Piece]], asked: api.Generation
-) -> AsyncIterator[bytes]:
+  first: tuple[int, Piece], rest: AsyncGenerator[tuple[int, Piece], None], asked: api.Generation
+) -> AsyncGenerator[bytes, None]:
   """Yields the events of a stream. An error after its beginning is one of them."""
   usage = {"usage": None} if asked.has_usage else {}
   try:
     yield _event(JSONResponse(asked.answer([asked.choice(*first)], **usage)))
-    async for each in rest:
-      yield _event(JSONResponse(asked.answer([asked.choice(*each)], **usage)))
+    async with contextlib.aclosing(rest):
+      async for each in rest:
+        yield _event(JSONResponse(asked.answer([asked.choice(*each)], **usage)))
     if asked.has_usage:
       yield _event(JSONResponse(asked.answer([], usage=asked.usage())))
   except Exception as error:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,15 +17,14 @@ import numpy as np
 from rosetta_t5.decoding.slots import StepOutput
 from rosetta_t5.serving.programs import BATCH_SIZES, Programs, Request
 
-# The number of steps that are dispatched before the results of the first are read.
-_IN_FLIGHT = 2
 _COUNTS = ("requests_refused", "requests_cancelled", "prefix_hits", "steps", "tokens_generated")
 
-_compilations = collections.Counter[str]()
+# Of the whole process. After the start, nothing is compiled.
+_of_process = {"compilations_total": 0}
 
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-  _compilations[event] += 1
+  _of_process["compilations_total"] += event == "/jax/core/compile/backend_compile_duration"
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -50,7 +50,7 @@ STOPPING = "the server is stopping"
 
 
 class Engine:
-  """Runs requests in the slots of a model, in a task of the event loop; threads wait for the device.
+  """Runs requests in the slots of a model, in a task of the event loop; a thread waits for the device.
 
   Attributes:
     error: what ended it, if it has failed.
@@ -73,6 +73,8 @@ class Engine:
     self._in_flight: collections.deque[tuple[dict[int, Request], StepOutput]] = collections.deque()
     self._counts = dict.fromkeys(_COUNTS, 0)
     self._changed, self._is_stopping = asyncio.Event(), False
+    # The event loop's own threads may all be busy with long texts.
+    self._thread = ThreadPoolExecutor(1)
     self.error: BaseException | None = None
     self._loop = asyncio.create_task(self._run())
 
@@ -95,8 +97,9 @@ class Engine:
     queue.append(request)
     self._changed.set()
 
-  def cancel(self, request: Request) -> None:
-    """Ends a request, whether it waits, runs or has ended."""
+  def cancel(self, request: Request, is_complete: bool = False) -> None:
+    """Ends a request, whether it waits, runs or has ended; it counts as cancelled if it is not complete."""
+    self._counts["requests_cancelled"] += not is_complete
     request.is_cancelled = True
     with contextlib.suppress(ValueError):
       (self._calls if request.call else self._waiting).remove(request)
@@ -106,27 +109,29 @@ class Engine:
     request = Request(tuple(inputs), call=name, target=tuple(target))
     self.submit(request)
     try:
-      if isinstance(result := await request.results.get(), BaseException):
-        raise result
-      return result
-    finally:
+      result = await request.results.get()
+    except asyncio.CancelledError:
       self.cancel(request)
+      raise
+    if isinstance(result, BaseException):
+      raise result
+    return result
 
   def statistics(self) -> dict[str, float]:
     """Returns numbers about the requests; names that end in _total only grow."""
     return {
       "requests_waiting": len(self._waiting),
       "requests_running": len(self._running),
-      # Of the whole process. After the start, nothing is compiled.
-      "compilations_total": _compilations["/jax/core/compile/backend_compile_duration"],
+      **_of_process,
       **{f"{name}_total": count for name, count in self._counts.items()},
     }
 
   async def stop(self) -> None:
-    """Ends all requests, after the current step."""
+    """Ends all requests with an error; the thread completes its step or call before it ends."""
     self._is_stopping = True
     self._loop.cancel()
     await asyncio.wait([self._loop])
+    self._thread.shutdown(wait=False)
 
   async def _run(self) -> None:
     try:
@@ -141,13 +146,16 @@ class Engine:
           work.append(self._step)
         # The device computes a step while the results of the one before are read.
         output = None
-        if len(self._in_flight) >= (_IN_FLIGHT - 1 if self._running else 1):
+        if self._in_flight:
           owners, output = self._in_flight.popleft()
-        result = await asyncio.to_thread(_do, work, output)
+        result = await self._in_thread(_do, work, output)
         if output is not None:
           self._deliver(owners, result)
     except BaseException as error:
       self._fail(error)
+
+  async def _in_thread(self, fn: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *arguments)
 
   def _fail(self, error: BaseException) -> None:
     self._is_stopping = True
@@ -161,23 +169,24 @@ class Engine:
 
   async def _run_calls(self) -> None:
     """Makes the first call that waits, with others of its name."""
-    name = self._calls[0].call if self._calls else ""
+    if not self._calls:
+      return
+    name = self._calls[0].call
     requests = [request for request in self._calls if request.call == name][: BATCH_SIZES[-1]]
     for request in requests:
       self._calls.remove(request)
-    results: list[Any] = []
+    results: list[Any] = [RequestError(STOPPING, status=503)] * len(requests)
     try:
-      if requests:
-        results = await asyncio.to_thread(self._programs.call, name, requests)
+      results = await self._in_thread(self._programs.call, name, requests)
     except Exception as error:  # It fails these calls, and not the model.
       results = [error] * len(requests)
-    for request, result in zip(requests, results, strict=True):
-      request.results.put_nowait(result)
+    finally:
+      for request, result in zip(requests, results, strict=True):
+        request.results.put_nowait(result)
 
   def _release_cancelled(self) -> None:
     for slot, request in [*self._running.items()]:
       if request.is_cancelled:
-        self._counts["requests_cancelled"] += 1
         self._release(slot)
 
   def _release(self, slot: int) -> None:

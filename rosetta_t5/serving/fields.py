@@ -83,7 +83,9 @@ _PROMPTS = Condition(
 )
 _STOP = Condition(
   "a text, or a list of at most 4 texts, none of them empty",
-  lambda x: x == [] or _is_list([x] if x == str(x) else x, lambda y: y and y == str(y), 4),
+  lambda x: (
+    x == [] or _is_list([x] if isinstance(x, str) else x, lambda y: y and isinstance(y, str), 4)
+  ),
 )
 _STREAM_OPTIONS = Condition(
   '{"include_usage": true}, or the same with false',

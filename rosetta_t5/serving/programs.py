@@ -30,7 +30,7 @@ PyTree = Any
 BATCH_SIZES = (1, 4)  # The numbers of requests whose inputs are computed together.
 NUM_BEAMS = 4
 CALLS = ("beams", "score", "attention", "embed")
-_NO_SLOT = np.iinfo(np.int32).max  # That of a request which only fills up a batch.
+_NO_SLOT = np.iinfo(np.int32).max  # That of `_FILLER`.
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,6 +57,9 @@ class Request:
   results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
   index: int = 0
   is_cancelled: bool = False
+
+
+_FILLER = Request()  # It fills up a batch.
 
 
 class Programs:
@@ -115,7 +118,7 @@ class Programs:
     longest = self.lengths[-1]
     sizes = ((2, longest), (3, longest + 8 * (not self.is_decoder)))
     arrays, other = (
-      jax.eval_shape(self._arrays, self._params, self._batch([Request()] * count, length))
+      jax.eval_shape(self._arrays, self._params, self._batch([_FILLER] * count, length))
       for count, length in sizes
     )
     self._treedef: Any = jax.tree.structure(arrays)
@@ -173,11 +176,11 @@ class Programs:
 
   def _empty(self, params: PyTree) -> SlotState:
     """Returns slots without sequences."""
-    arrays = jax.tree.leaves(self._arrays(params, self._batch([Request()], self.lengths[-1])))
+    arrays = jax.tree.leaves(self._arrays(params, self._batch([_FILLER], self.lengths[-1])))
     for index, (axis, _) in enumerate(self._axes):
       if axis is not None:
         arrays[index] = jnp.repeat(jnp.zeros_like(arrays[index]), self.num_slots, axis)
-    new = jax.tree.map(jnp.asarray, self._new([Request()] * self.num_slots))
+    new = jax.tree.map(jnp.asarray, self._new([_FILLER] * self.num_slots))
     return new.replace(is_running=jnp.zeros(self.num_slots, bool), arrays=arrays)
 
   def _put(self, state: SlotState, slots_B: Array, new: SlotState, arrays: Any) -> SlotState:
@@ -257,14 +260,14 @@ class Programs:
       programs[key] = functools.partial(partitioned.compile, *arguments)
 
     one, is_kept, model = np.zeros(1, np.int32), np.ones(self.num_slots, bool), self._model
-    add("copy", self._copy, of_state, state, one, one, self._new([Request()]))
+    add("copy", self._copy, of_state, state, one, one, self._new([_FILLER]))
     fns = {"beams": self._beams, "score": self._score}
     if not self.is_decoder:
       encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)
       fns |= {"attention": model.cross_attention, "embed": encoder.embed_batch}
     for length in self.lengths:
       for count in BATCH_SIZES:
-        filled = [Request()] * count
+        filled = [_FILLER] * count
         new = (self._batch(filled, length), np.zeros(count, np.int32), self._new(filled))
         add(("admit", length, count), self._admit, of_state, state, params, *new)
     for length in self._read_lengths:
@@ -273,7 +276,7 @@ class Programs:
       for name in fns.keys() & {*calls}:
         if length not in self._lengths_of(name):
           continue
-        batch = self._batch([Request()] * BATCH_SIZES[-1], length)
+        batch = self._batch([_FILLER] * BATCH_SIZES[-1], length)
         add((name, length), fns[name], every, params, batch)
     self._state = state
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -288,7 +291,7 @@ class Programs:
     """Puts sequences, at most `BATCH_SIZES[-1]`, into slots, after their inputs are computed."""
     count = next(n for n in BATCH_SIZES if n >= len(requests))
     missing = count - len(requests)
-    filled = [*requests.values(), *[Request()] * missing]
+    filled = [*requests.values(), *[_FILLER] * missing]
     slots_B = np.array([*requests, *[_NO_SLOT] * missing], np.int32)
     length = _shortest(self.lengths, filled)
     new = (self._batch(filled, length), slots_B, self._new(filled))
@@ -319,7 +322,7 @@ class Programs:
       requests: their inputs and targets are used.
     """
     length = _shortest(self._lengths_of(name), requests)
-    batch = self._batch([*requests, *[Request()] * (BATCH_SIZES[-1] - len(requests))], length)
+    batch = self._batch([*requests, *[_FILLER] * (BATCH_SIZES[-1] - len(requests))], length)
     results = jax.device_get(self._compiled[name, length](self._params, batch))
     return [jax.tree.map(lambda x, n=n: x[n], results) for n in range(len(requests))]
 

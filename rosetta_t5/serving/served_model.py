@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,15 +103,16 @@ class ServedModel:
     """Returns the tokens of a prompt, or checks those given.
 
     Raises:
-      RequestError: there are too many tokens, or unknown ones.
+      RequestError: there are too many tokens, unknown ones, or the padding token is one of those given.
     """
     vocabulary = self._inputs_vocabulary
     if isinstance(prompt, str):
       tokens = [*getattr(vocabulary, "begin_ids", []), *vocabulary.encode(prompt)]
       return self._checked([*tokens, *[vocabulary.eos_id] * self._inputs_end], field)
-    if unknown := [token for token in prompt if not 0 <= token < vocabulary.vocab_size]:
-      expected = f"tokens are between 0 and {vocabulary.vocab_size - 1}"
-      raise RequestError(f"{field} has token {unknown[0]}, but {expected}", field)
+    size, pad_id = vocabulary.vocab_size, self._model.pad_id
+    if wrong := [token for token in prompt if token == pad_id or not 0 <= token < size]:
+      expected = f"tokens are from 0 to {size - 1}, without {pad_id}, the padding"
+      raise RequestError(f"{field} has token {wrong[0]}, but {expected}", field)
     return self._checked(list(prompt), field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -128,17 +129,16 @@ class ServedModel:
       raise RequestError(str(error), "messages") from error
     return self._checked(list(self._inputs_vocabulary.encode(text)), "messages")
 
-  def encode_target(self, text: str) -> list[int]:
-    """Returns the tokens of a target.
+  def encode_target(self, text: str, field: str = "targets", must_end: bool = True) -> list[int]:
+    """Returns the tokens of a target, with the end token if it must end.
 
     Raises:
       RequestError: there are too many.
     """
-    tokens = [*self._vocabulary.encode(text), self._vocabulary.eos_id]
-    if len(tokens) > self.output_length:
-      expected = f"at most {self.output_length - 1} tokens, got {len(tokens) - 1}"
-      raise RequestError(f"targets must have {expected}", "targets")
-    return tokens
+    tokens, most = [*self._vocabulary.encode(text)], self.output_length - must_end
+    if len(tokens) > most:
+      raise RequestError(f"{field} must have at most {most} tokens, got {len(tokens)}", field)
+    return [*tokens, *[self._vocabulary.eos_id] * must_end]
 
   def _checked(self, tokens: list[int], field: str) -> list[int]:
     if not tokens or len(tokens) > self.input_length:
@@ -159,7 +159,8 @@ class ServedModel:
     texts: Sequence[tuple[Sequence[int], SlotControls]],
     max_tokens: int,
     stop: Sequence[str] = (),
-  ) -> AsyncIterator[tuple[int, Piece]]:
+    is_stream: bool = True,
+  ) -> AsyncGenerator[tuple[int, Piece], None]:
     """Yields the pieces of texts as they are generated, each with the index of its text.
 
     Closing the generator frees the slots.
@@ -168,6 +169,7 @@ class ServedModel:
       texts: the tokens of each prompt, and how its text is generated.
       max_tokens: the maximum number of tokens to generate.
       stop: a text ends before the first of these.
+      is_stream: whether each piece has its text; otherwise, the last one may have all of it.
 
     Raises:
       RequestError: too many requests are waiting, or the server ends.
@@ -178,8 +180,9 @@ class ServedModel:
     try:
       for index, (tokens, controls) in enumerate(texts):
         sequence = (self._inputs(tokens), max_tokens, controls)
-        running[index] = Request(*sequence, results=results, index=index)
-        self.engine.submit(running[index])
+        request = Request(*sequence, results=results, index=index)
+        self.engine.submit(request)
+        running[index] = request
       while running:
         if isinstance(found := await results.get(), BaseException):
           raise found
@@ -188,11 +191,12 @@ class ServedModel:
           continue
         is_end, is_last = int(output.token) in self._ends, bool(output.has_ended)
         streams[index].tokens += [int(output.token)] * (not is_end)
-        new, has_stopped = streams[index].advance(is_last)
+        is_read = is_stream or stop or is_last  # Each time, all tokens are decoded.
+        new, has_stopped = streams[index].advance(is_last) if is_read else ("", False)
         reason = None
         if is_last or has_stopped:
           reason = "stop" if is_end or has_stopped else "length"
-          self.engine.cancel(running.pop(index))
+          self.engine.cancel(running.pop(index), is_complete=True)
         yield index, Piece(new, (self._token(output, texts[index][1]),), reason)
     finally:
       for request in running.values():
@@ -220,7 +224,8 @@ class ServedModel:
     pieces = []
     for text, decode in zip(texts, decodes_NT.tolist(), strict=True):
       found = tuple(Token(token, "", 0.0) for token in decode if token != self._model.pad_id)
-      pieces.append(Piece(text, found, "stop" if len(found) < self.output_length else "length"))
+      has_ended = len(found) < self.output_length or found[-1].id in self._ends
+      pieces.append(Piece(text, found, "stop" if has_ended else "length"))
     return list(zip(pieces, map(float, scores_N), strict=True))[::-1][:count]
 
   async def score(self, tokens: Sequence[int], target: Sequence[int]) -> list[Token]:

@@ -42,10 +42,10 @@ class LetterModel:
   def encode_chat(self, messages):
     return self.encode("".join(f"[{m['role']}]{m['content']}" for m in messages), "messages")
 
-  def encode_target(self, text):
-    return self.encode(text, "targets")
+  def encode_target(self, text, field="targets", must_end=True):
+    return self.encode(text, field)
 
-  async def generate(self, texts, max_tokens, stop=()):
+  async def generate(self, texts, max_tokens, stop=(), is_stream=True):
     texts = [("".join(map(chr, tokens)).upper(), controls) for tokens, controls in texts]
     self.asked += [(text, max_tokens, controls, tuple(stop)) for text, controls in texts]
     if any("FULL" in text for text, _ in texts):
@@ -79,8 +79,14 @@ class LetterModel:
     return weights, [*map(chr, target)], [*map(chr, tokens)]
 
   async def embed(self, tokens):
-    await asyncio.sleep(60 * (ord("W") in tokens))
-    return [len(tokens), 0.5]
+    if ord("F") in tokens:
+      raise RuntimeError("the device is lost")
+    self.open += 1
+    try:
+      await asyncio.sleep(60 * (ord("W") in tokens))
+      return [len(tokens), 0.5]
+    finally:
+      self.open -= 1
 
   def statistics(self):
     return {"requests_running": self.open, "tokens_generated_total": 7}
@@ -373,7 +379,7 @@ def test_beam_search_refuses_what_it_does_not_have(client):
     "temperature": 1,
     "stop": "a",
     "stream": True,
-    "logprobs": 1,
+    "logprobs": 0,
     "n": 5,
     "max_tokens": 4,
     "seed": 0,
@@ -426,6 +432,14 @@ def test_a_model_that_fails_is_reported_by_the_answer_and_by_health(client, mode
     "letters has failed: RuntimeError: the device is lost"
     in error_of(client.get("/health"), 503)["message"]
   )
+
+
+def test_a_vector_that_fails_ends_the_others_of_its_request(client, model):
+  error_of(client.post("/v1/embeddings", json={"input": ["W", "F", "W"]}), 500)
+  deadline = time.monotonic() + 5
+  while model.open and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert model.open == 0
 
 
 def test_an_error_in_a_stream_is_its_last_event(ai):

@@ -50,8 +50,6 @@ CONFIGS = {
   "GPT": dataclasses.replace(GPT, vocab_size=SIZE, max_length=64),
 }
 
-SLOW = ("long T5", "scanned T5", "decoder", "windows", "GPT")
-
 
 def lengths_of(name: str) -> dict[str, int]:
   if name == "long T5":
@@ -133,11 +131,8 @@ def expected(opened: OpenedModel, tokens: Sequence[int], count: int) -> list[int
   return ids[: ids.index(1) + 1] if 1 in ids else ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "name",
-  ["T5", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)],
-)
+@pytest.mark.one_quick_variant
+@pytest.mark.parametrize("name", [*CONFIGS])
 def test_answers_do_not_depend_on_the_requests_that_join_and_leave(serve: Any, name: str) -> None:
   given, opened = prompts(10, longest=lengths_of(name)["inputs"]), open_model(name)
   limits = [4 + n % 9 for n in range(10)]
@@ -155,8 +150,8 @@ def test_answers_do_not_depend_on_the_requests_that_join_and_leave(serve: Any, n
     assert answer == expected(opened, tokens, limit)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["T5", pytest.param("decoder", marks=pytest.mark.slow)])
+@pytest.mark.one_quick_variant
+@pytest.mark.parametrize("name", ["T5", "decoder"])
 def test_equal_prompts_are_computed_once(serve: Any, name: str) -> None:
   (tokens,) = prompts(1, seed=1, longest=7)
 
@@ -209,21 +204,31 @@ def test_controls_of_a_request_change_its_answer(serve: Any) -> None:
   assert 1 not in long
 
 
+async def cancelled(model: ServedModel) -> float:
+  return model.engine.statistics()["requests_cancelled_total"]
+
+
 def test_a_stop_text_ends_an_answer_before_itself(serve: Any) -> None:
+  before = serve(cancelled)
   (tokens,) = prompts(1, seed=5)
 
-  async def ask(model: ServedModel, stop: Sequence[str]) -> tuple[str, str | None]:
+  async def ask(
+    model: ServedModel, stop: Sequence[str], is_stream: bool = True
+  ) -> tuple[str, str | None]:
     text, reason = "", None
     controls = SlotControls(temperature=1.0, seed=3)
-    async for _, piece in model.generate([(tokens, controls)], 12, stop):
+    async for _, piece in model.generate([(tokens, controls)], 12, stop, is_stream):
       text, reason = text + piece.text, piece.finish_reason
     return text, reason
 
   text, _ = serve(lambda model: ask(model, ()))
+  assert serve(lambda model: ask(model, (), is_stream=False))[0] == text
   readable = next(char for char in text[1:] if char != "�")
-  shorter, reason = serve(lambda model: ask(model, (readable,)))
-  assert shorter == text[: text.index(readable)]
-  assert reason == "stop"
+  for is_stream in (True, False):
+    shorter, reason = serve(lambda model, x=is_stream: ask(model, (readable,), x))
+    assert shorter == text[: text.index(readable)]
+    assert reason == "stop"
+  assert serve(cancelled) == before
 
 
 @pytest.mark.parametrize(
@@ -254,7 +259,10 @@ def test_a_request_that_is_closed_frees_its_slot(serve: Any) -> None:
     assert model.engine.statistics()["requests_running"] == 0
     return answer
 
-  assert serve(close_all) == expected(open_model("T5"), given[-1], 12)
+  before = serve(cancelled)
+  answer = serve(close_all)
+  assert serve(cancelled) - before == NUM_SLOTS
+  assert answer == expected(open_model("T5"), given[-1], 12)
 
 
 @pytest.mark.slow
@@ -312,10 +320,31 @@ def test_prompts_that_do_not_fit_are_refused(serve: Any) -> None:
     assert model.encode("ab") == [*VOCABULARY.encode("ab"), 1]
     with pytest.raises(RequestError, match="1 to 8 tokens, got 41"):
       model.encode("a" * 40)
-    with pytest.raises(RequestError, match="token 5000"):
-      model.encode([3, 5000])
+    for token in (5000, 0):  # 0 is the padding.
+      with pytest.raises(RequestError, match=f"input has token {token}, but") as refused:
+        model.encode([3, token], "input")
+      assert refused.value.field == "input"
+    assert model.encode_target("a", "target", must_end=False) == VOCABULARY.encode("a")
+    with pytest.raises(RequestError, match="target must have at most 12 tokens, got 13"):
+      model.encode_target("a" * 13, "target", must_end=False)
 
   serve(encode)
+
+
+@pytest.mark.slow
+def test_calls_end_when_the_server_stops(serve: Any) -> None:
+  async def stop(model: ServedModel) -> list[Any]:
+    calls = [asyncio.create_task(model.embed([5, n + 3])) for n in range(6)]
+    for _ in range(3):  # Then a batch of 4 runs, and the others wait.
+      await asyncio.sleep(0)
+    await model.engine.stop()
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    model.start()
+    return ended
+
+  for error in serve(stop):
+    assert isinstance(error, RequestError)
+    assert error.status == 503
 
 
 # The last test, because the model cannot be used after it.
