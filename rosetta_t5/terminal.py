@@ -207,7 +207,9 @@ def format_duration(seconds: float) -> str:
 
 def format_seconds(seconds: float) -> str:
   """Formats a measured or estimated time with three digits: 1.53 s, 20.4 ms, 0.015 ms."""
-  return f"{format_number(seconds, 3)} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+  if seconds >= 1:
+    return f"{format_number(seconds, 3)} s"
+  return f"{format_number(round(1000 * seconds, 4), 3)} ms"
 
 
 def format_number(number: float, digits: int = 4) -> str:
@@ -219,8 +221,8 @@ def size_text(number: float) -> str:
   """Returns a number of bytes as text, such as 310 MB or 11.4 GB."""
   for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
     if number >= size:
-      return f"{number / size:.3g} {unit}"
-  return f"{number / 1e3:.3g} kB"
+      return f"{format_number(number / size, 3)} {unit}"
+  return f"{format_number(number / 1e3, 3)} kB"
 
 
 def _print_lines(bar: Bar, stream: IO[str] | None, period_s: float, ended: threading.Event) -> None:

@@ -37,8 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add(
     "--pooling",
     choices=("mean", "first", "none"),
-    help="of the encoder's outputs (none: a vector of each token, the end token last), without what a folder of sentence-transformers computes of them "
-    "(default: its pooling, projection and normalisation; mean elsewhere)",
+    help="how the encoder's outputs become a vector: their mean, the first one, or none for a vector of "
+    "each token, the end token last. By default, what a folder of sentence-transformers says (pooling, "
+    "projection, normalization), and the mean elsewhere",
   )
   text_commands.add_adapter_option(add)
   add("--batch_size", type=positive_integer, default=32, help="texts in a batch (default: 32)")

@@ -38,7 +38,7 @@ from rosetta_t5.traced.program import flops_of_segments
 from rosetta_t5.training.losses import microbatch_warning
 from rosetta_t5.user_errors import reason_of, with_lines
 
-# Steps at which a learning rate is compared with that of the run.
+# The learning rate of a run is compared with that of its schedule at these steps, up to nine million.
 _SCHEDULE_HORIZON = sorted({int(1.3**n) for n in range(62)})
 
 
@@ -102,7 +102,7 @@ class Plan:
 
   @functools.cached_property
   def steps(self) -> tuple[int, int]:
-    """The steps at which the run begins (not its restart) and ends; 0 for a beginning that is unknown."""
+    """The steps at which the run first starts (0 if that is unknown) and ends, also for a restart."""
     path, facts = None, {}
     with contextlib.suppress(ValueError):  # `checkpoint_rows` reports it
       path = find_start(self)[1]
@@ -125,7 +125,7 @@ class Plan:
 
   @functools.cached_property
   def devices(self) -> tuple[int, str]:
-    """The number of devices; and their kind, or "" if the command line specifies the number."""
+    """The number of devices and their kind, which is "" if the command line states the number."""
     return (self.resolved.devices, "") if self.resolved.devices else expected_devices()
 
   @functools.cached_property
@@ -263,7 +263,7 @@ def _step_rows(plan: Plan) -> Rows:
 
 
 def _memory_rows(plan: Plan) -> Rows:
-  """Returns FLOPs and memory, and where to look if a training step needs more memory than a GPU has."""
+  """Returns rows about FLOPs and memory; one names `plan` if a training step needs more memory than a GPU has."""
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   if plan.is_training:

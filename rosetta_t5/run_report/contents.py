@@ -75,7 +75,7 @@ _TRAINING = {
   ],
 }
 _PER_POSITION = "_per_all_target_tokens"
-_LOSS_PARTS = ("cross_ent_loss", "z_loss")
+_LOSS_PARTS = {"cross_ent_loss": "cross-entropy", "z_loss": "z-loss"}
 _EVALUATED = ("Loss", "Accuracy")  # what evaluations on held-out data show in the same units
 
 
@@ -107,10 +107,9 @@ def _training_panels(recorded: Metrics) -> Iterator[Panel]:
 
 def _loss_parts(recorded: Metrics) -> Iterator[Panel]:
   for ending, unit in ((_PER_POSITION, "nats per position, with padding"), ("", "nats per batch")):
-    tags = [(part + ending, part) for part in _LOSS_PARTS if ("train", part + ending) in recorded]
-    if tags:
-      labels = {"cross_ent_loss": "cross-entropy", "z_loss": "z-loss"}
-      lines = tuple(Line("train", tag, labels[part]) for tag, part in tags)
+    labels = {part + ending: label for part, label in _LOSS_PARTS.items()}
+    lines = tuple(Line("train", tag, labels[tag]) for tag in labels if ("train", tag) in recorded)
+    if lines:
       yield Panel(TRAINING, "Parts of the loss", unit, lines)
       return
 
@@ -139,7 +138,11 @@ def _task(group: str) -> str:
 
 
 def summary_row(run: Run) -> dict[str, str]:
-  """Returns a run's row by column: its state, and the table of NVIDIA's T5X; UNKNOWN if unrecorded."""
+  """Returns the run's row of the table of runs, as {column: text}.
+
+  The columns are those of the tables in NVIDIA's T5X: model size, GPUs, speed, estimated time and scores. What
+  the run did not record is UNKNOWN.
+  """
   setup, mesh, computes = run.setup, run.setup.get("mesh"), dict(run.header).get("computes", "")
   # T5X records no setup, but both rates, whose ratio is the number of devices.
   speed = _median(run, "timing/seqs_per_second")
@@ -163,8 +166,8 @@ def summary_row(run: Run) -> dict[str, str]:
     "GPU-days": _number(days * devices, 3),
     "MNLI (acc.)": _score(run, "mnli", ("accuracy",)),
     "SQuAD v1.1 (EM / F1)": _score(run, "squad", ("em", "f1")),
-    "Tags": ", ".join(_texts_of(run, "TAGS")) or UNKNOWN,
-    "Notes": " ".join(_texts_of(run, "NOTES")) or UNKNOWN,
+    "Tags": ", ".join(_macro_texts(run, "TAGS")) or UNKNOWN,
+    "Notes": " ".join(_macro_texts(run, "NOTES")) or UNKNOWN,
   }
   if setup.get("device") == "cpu":
     row |= dict.fromkeys([name for name in row if name == "TP" or "GPU" in name], UNKNOWN)
@@ -253,9 +256,10 @@ def _total_steps(run: Run) -> float:
   return _positive(run.setup.get("total_steps", run.config.get("TRAIN_STEPS")))
 
 
-def _texts_of(run: Run, macro: str) -> list[str]:
-  """Returns the text or the texts of a macro of the configuration."""
-  with contextlib.suppress(ValueError, SyntaxError):
+def _macro_texts(run: Run, macro: str) -> list[str]:
+  """Returns the text or the texts to which the configuration binds a macro; [] for anything else."""
+  # All that literal_eval raises: a gin file may contain anything.
+  with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
     value = ast.literal_eval(run.config.get(macro, "()"))
     return [value] if isinstance(value, str) else [str(text) for text in value]
   return []

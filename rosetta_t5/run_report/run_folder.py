@@ -292,10 +292,10 @@ def _read_samples(folder: pathlib.Path) -> dict[str, dict[int, list[Texts]]]:
   samples: dict[str, dict[int, list[Texts]]] = collections.defaultdict(dict)
   for row in _read_json_lines(folder / "samples.jsonl"):
     if "step" in row:
-      samples[str(row.get("task"))].setdefault(int(row["step"]), []).append(_texts_of(row))
+      samples[str(row.get("task"))].setdefault(int(row["step"]), []).append(_example_texts(row))
   for file in sorted((folder / "inference_eval").glob("*.jsonl")):
     if match := _PREDICTIONS.fullmatch(file.name):
-      texts = [*map(_texts_of, _read_json_lines(file, _MAX_EXAMPLES))]
+      texts = [*map(_example_texts, _read_json_lines(file, _MAX_EXAMPLES))]
       samples[match["task"]][int(match["step"])] = texts
   # Of a step that a restart has repeated, the last predictions remain.
   return {
@@ -304,7 +304,7 @@ def _read_samples(folder: pathlib.Path) -> dict[str, dict[int, list[Texts]]]:
   }
 
 
-def _texts_of(row: Mapping[str, Any]) -> Texts:
+def _example_texts(row: Mapping[str, Any]) -> Texts:
   """Returns input, target and prediction of a line that SeqIO's JSONLogger wrote."""
   inputs = row.get("input", row.get("inputs", {}))
   if not isinstance(inputs, dict):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -97,16 +97,16 @@ class MlflowWriter(_Tracker):
       ValueError: the package mlflow is not installed.
     """
     mlflow = _import("mlflow", "MlflowWriter")
-    self._client, self._name = mlflow.MlflowClient(), name
+    self._mlflow, self._name = mlflow, name
     self._folder, self._log_checkpoint = os.path.abspath(model_dir), log_checkpoint
     if experiment is not None:
       mlflow.set_experiment(experiment)
-    # Whoever comes first creates the run; the other writers, and later starts, find it by its folder.
+    # The first writer creates the run. The other writers, and later starts, find it by its folder.
     wanted = f"tags.model_dir = '{self._folder}'"
     found = mlflow.search_runs(filter_string=wanted, output_format="list")
     if found:
       self.run_id = found[0].info.run_id
-      self._client.update_run(self.run_id, status="RUNNING")
+      mlflow.MlflowClient().update_run(self.run_id, status="RUNNING")
     else:
       run_name, tags = os.path.basename(self._folder), {"model_dir": self._folder}
       with mlflow.start_run(run_name=run_name, tags=tags) as run:
@@ -114,18 +114,20 @@ class MlflowWriter(_Tracker):
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes numbers as NAME/METRIC."""
-    for key, value in scalars.items():
-      self._client.log_metric(self.run_id, f"{self._name}/{key}", float(value), step=int(step))
+    metrics = {f"{self._name}/{key}": float(value) for key, value in scalars.items()}
+    self._mlflow.log_metrics(metrics, step=int(step), run_id=self.run_id)
 
   def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
     """Stores texts, such as the configuration, as artifacts."""
     for key, text in texts.items():
-      self._client.log_text(self.run_id, text, f"{key}.txt")
+      self._mlflow.log_text(text, f"{key}.txt", run_id=self.run_id)
 
   def close(self) -> None:
     """Ends the run with training, and stores its last checkpoint if that was asked for."""
     if self._name == "train":
-      saved = pathlib.Path(self._folder).glob("checkpoint_*") if self._log_checkpoint else ()
-      for path in sorted(saved, key=lambda path: int(path.name.rpartition("_")[2]))[-1:]:
-        self._client.log_artifacts(self.run_id, os.fspath(path), path.name)
-      self._client.set_terminated(self.run_id)
+      # Other names are those of checkpoints that are being written or deleted.
+      names = [n for n in os.listdir(self._folder) if re.fullmatch(r"checkpoint_\d+", n)]
+      for name in sorted(names, key=lambda name: int(name[11:]))[-1:] * self._log_checkpoint:
+        path = os.path.join(self._folder, name)
+        self._mlflow.log_artifacts(path, name, run_id=self.run_id)
+      self._mlflow.MlflowClient().set_terminated(self.run_id)

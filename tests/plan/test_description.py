@@ -181,10 +181,34 @@ def test_sharded_arrays_are_counted_per_device():
 
 
 @pytest.mark.parametrize(
-  ("number", "text"), [(3.1e12, "3.1 TB"), (11.44e9, "11.4 GB"), (310e6, "310 MB"), (2e4, "20 kB")]
+  ("number", "text"),
+  [
+    (5e15, "5,000 TB"),
+    (3.1e12, "3.1 TB"),
+    (11.44e9, "11.4 GB"),
+    (999.7e6, "1,000 MB"),
+    (310e6, "310 MB"),
+    (2e4, "20 kB"),
+    (0, "0 kB"),
+  ],
 )
-def test_sizes_are_written_with_units(number, text):
+def test_sizes_are_written_with_units_and_without_exponents(number, text):
   assert terminal.size_text(number) == text
+
+
+@pytest.mark.parametrize(
+  ("seconds", "text"),
+  [
+    (12_345, "12,345 s"),
+    (1.534, "1.53 s"),
+    (0.9997, "1,000 ms"),
+    (0.0204, "20.4 ms"),
+    (1.5e-5, "0.015 ms"),
+    (2e-9, "0 ms"),
+  ],
+)
+def test_times_are_written_with_units_and_without_exponents(seconds, text):
+  assert terminal.format_seconds(seconds) == text
 
 
 def test_an_unknown_task_is_reported(check):

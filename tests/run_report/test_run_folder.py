@@ -10,7 +10,7 @@ import shutil
 import pytest
 import run_files
 
-from rosetta_t5.run_report.contents import summarize, summary_row
+from rosetta_t5.run_report.contents import UNKNOWN, summarize, summary_row
 from rosetta_t5.run_report.report_command import encode_data
 from rosetta_t5.run_report.run_folder import parse_bindings, read_runs
 
@@ -55,6 +55,16 @@ def test_the_row_has_the_figures_of_the_run(runs):
     "Tags": "pile, small",
     "Notes": "a baseline",
   }
+
+
+@pytest.mark.parametrize("notes", ["5", "{[]: 1}", "'a' +", "-" * 10_000 + "1", "(" * 10_000])
+def test_a_row_has_no_notes_where_the_configuration_has_something_else(notes, runs, tmp_path):
+  folder = shutil.copytree(runs[0], tmp_path / "run")
+  config = folder / "config.gin"
+  config.write_text(config.read_text().replace("NOTES = 'a baseline'", f"NOTES = {notes}"))
+  row = summary_row(read_runs([str(folder)])[0])
+  assert row["Notes"] == UNKNOWN
+  assert row["Tags"] == "pile, small"
 
 
 def test_the_summary_says_how_far_the_run_is_and_how_good(runs):

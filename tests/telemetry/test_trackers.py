@@ -63,6 +63,7 @@ def test_mlflow_writers_share_one_run_that_a_restart_continues(tmp_path, monkeyp
   folder = tmp_path / "run"
   (folder / "checkpoint_20").mkdir(parents=True)
   (folder / "checkpoint_20" / "array").write_bytes(b"1234")
+  (folder / "checkpoint_30.orbax-checkpoint-tmp-0").mkdir()  # a save that was interrupted
   for step in (10, 20):
     train = trackers.MlflowWriter("train", str(folder), "tests", log_checkpoint=True)
     evaluation = trackers.MlflowWriter("training_eval/pile", str(folder), "tests")

@@ -44,7 +44,7 @@ class PreparedTask:
     denoisers: those of "ul2", as for `data.file_task`; None for the seven of the paper.
   """
 
-  tasks = ()  # of SeqIO's
+  tasks = ()  # It consists of no SeqIO tasks.
   folders: str | Sequence[str]
   objective: Annotated[str, one_of(OBJECTIVES)] = "span_corruption"
   rates: Sequence[float] | None = None
@@ -193,7 +193,7 @@ class PreparedTask:
     return [f"{name}: {steps:,} steps are {n:.3g} epochs" for name, n in epochs.items()]
 
 
-# The name in gin files.
+# Gin files call it data.prepared_task.
 prepared_task = PreparedTask
 
 

@@ -42,12 +42,12 @@ class BadExample:
 
 # The number of a line (or row), and the record that begins there.
 Located = tuple[int, Record | BadExample]
-# What the readers of this file yield: the record, or the reason why it cannot be used.
+# A line (or row), and the record that begins there or the reason why it cannot be used.
 _Unit = tuple[int, Record | str]
 
 
 class UnclearQuotesError(ValueError):
-  """A tsv file can be read in neither of the two ways, so that its rows are not known."""
+  """A tsv file has rows of different widths, whether its quotes enclose fields or are ordinary characters."""
 
 
 def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
@@ -58,7 +58,7 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
   `make_converter` refuses.
 
   Raises:
-    ValueError: the file's format is unknown, or the meaning of quotes in a tsv file.
+    ValueError: the file's format is unknown, or it is a tsv file whose quotes have no clear meaning.
   """
   read = _READERS[options.format_of(path)]
   line = 0
@@ -185,9 +185,9 @@ def _is_quoted(path: str, width: int) -> bool:
     return fits_quoted
   if not fits_plain:
     raise UnclearQuotesError(
-      f"{where}: here are quotes, and neither as quoted fields (with quotes inside them doubled) nor as "
-      f"ordinary characters do they give {width} columns in every row. Set data.file_task.quoted = "
-      "True if the fields are quoted, or False to read each line as a row. (For other commands, write it as csv.)"
+      f"{where}: every row must have {width} columns, but some have another number, whether the quotes enclose "
+      "fields (and are doubled inside them) or are ordinary characters. Set data.file_task.quoted = True if "
+      "the fields are quoted, or False to read each line as a row. For other commands, write the file as csv"
     )
   # Doubled quotes, or a first row in quotes, show that a program has quoted the fields.
   fields = line.rstrip("\r\n").split("\t")
@@ -222,7 +222,7 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
 def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:
   numbers = itertools.count(1)
   for batch in batches:
-    batch.validate(full=True)  # To read a damaged offset would end the process.
+    batch.validate(full=True)  # Without this, a damaged offset would end the process.
     yield from ((next(numbers), record) for record in batch.to_pylist())
 
 

@@ -327,14 +327,14 @@ function runsSection() {
       if (n === order.column) head.setAttribute("aria-sort", order.sign > 0 ? "ascending" : "descending");
       const sort = () => {
         Object.assign(order, { column: n, sign: n === order.column ? -order.sign : 1 });
-        update();
+        body.update();
         body.querySelectorAll("th button")[n].focus();
       };
       head.replaceChildren(make("button", { type: "button", textContent: columns[n], onclick: sort }));
     });
     return shown;
   };
-  const [bar, body, update] = filtered("Filter the runs", fill);
+  const [bar, body] = filtered("Filter the runs", fill);
   return section("Runs", card(bar, body));
 }
 
@@ -427,11 +427,11 @@ function samplesSection() {
 function filtered(placeholder, fill, ...controls) {
   const body = make("div", { className: "tall-table" });
   const search = make("input", { type: "search", placeholder, "aria-label": placeholder });
-  const update = () => body.replaceChildren(fill(search.value.toLowerCase()));
-  search.oninput = update;
-  controls.forEach((control) => control.addEventListener("change", update));
-  updates.push(update);
-  return [make("div", { className: "bar" }, search, ...controls), body, update];
+  body.update = () => body.replaceChildren(fill(search.value.toLowerCase()));
+  search.oninput = body.update;
+  controls.forEach((control) => control.addEventListener("change", body.update));
+  updates.push(body.update);
+  return [make("div", { className: "bar" }, search, ...controls), body];
 }
 
 function configurationSection() {
@@ -449,7 +449,7 @@ function configurationSection() {
     return table(["Setting", ...runs.map((run) => run.name)], rows, "code");
   };
   const controls = state.data.runs.length > 1 ? [only] : [];
-  return section("Configuration", card(...filtered("Filter the settings", fill, ...controls).slice(0, 2)));
+  return section("Configuration", card(...filtered("Filter the settings", fill, ...controls)));
 }
 
 function modelSection() {
@@ -466,7 +466,7 @@ function modelSection() {
         const rows = run.variables.filter((row) => row[0].toLowerCase().includes(filter));
         return table(columns, rows.map(([name, shape, size, ...rest]) => [name, shape, size.toLocaleString("en"), ...rest]), "code", [2]);
       };
-      parts.push(...filtered("Filter the arrays", fill).slice(0, 2));
+      parts.push(...filtered("Filter the arrays", fill));
     }
     const element = make("details", { className: "card", open: state.data.runs.length === 1 }, ...parts);
     updates.push(() => { element.hidden = state.hidden.has(run.name); });

@@ -192,7 +192,7 @@ def test_quotes_in_a_tsv_file_that_fit_neither_way_are_refused_until_their_meani
   path = tmp_path / "a.tsv"
   path.write_text('id\ttext\n1\tplain\n2\t"a \\"b\\" c\nd"\n3\t5" disk\n')
   with pytest.raises(
-    ValueError, match=r"a\.tsv, line 3: here are quotes.*file_task\.quoted = True"
+    ValueError, match=r"a\.tsv, line 3: every row must have.*file_task\.quoted = True"
   ):
     list(read_records(str(path)))
   records = [record for _, record in read_records(str(path), ReadOptions(quoted=False))]

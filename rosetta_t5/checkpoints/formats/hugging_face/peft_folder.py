@@ -105,8 +105,10 @@ def read(
     if settings["peft_type"] == "PROMPT_TUNING":
       return _read_prompt(settings, tensors, arrays)
     modules = modules_of(arrays, config)
-    read_groups = _read_ia3 if settings["peft_type"] == "IA3" else _read_lora
-    return read_groups(settings, _group_tensors(tensors, modules), modules)
+    groups = _group_tensors(tensors, modules)
+    if settings["peft_type"] == "IA3":
+      return _read_ia3(groups, modules)
+    return _read_lora(settings, groups, modules)
   except ValueError as error:
     raise ValueError(f"{root}: {error}") from None
 
@@ -227,9 +229,7 @@ def _read_lora(
 
 
 def _read_ia3(
-  settings: Config,
-  groups: Mapping[str, Mapping[str, np.ndarray]],
-  modules: Mapping[str, Module],
+  groups: Mapping[str, Mapping[str, np.ndarray]], modules: Mapping[str, Module]
 ) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
   added: dict[str, StoredArray] = {}
   scaled: dict[str, list[str]] = {"inputs": [], "all": []}
