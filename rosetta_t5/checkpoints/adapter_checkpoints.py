@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -14,14 +16,7 @@ from rosetta_t5 import adapters
 from rosetta_t5.checkpoints.arrays import state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  ADAPTER,
-  adapter_fact,
-  checksums_folder,
-  fingerprint,
-  read_arrays,
-)
-from rosetta_t5.files import files_in, hash_file
+from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, read_arrays
 
 Arrays = Mapping[str, StoredArray]
 
@@ -37,8 +32,8 @@ def adapter_facts(
 ) -> dict[str, Any]:
   """Returns the run fact of a run's adapter: its settings, and its base; {} without an adapter.
 
-  Of the base it has the path, the names of the parameters that are not stored again, and a digest of its files. All
-  parameters are stored if nothing was restored, if the checkpoint is in MODEL_DIR, where it may be deleted, or if its
+  Of the base it has the path, the names of the parameters that are not stored again, and a fingerprint of their
+  values. All parameters are stored if nothing was restored, if the checkpoint is in MODEL_DIR, where it may be deleted, or if its
   arrays were changed otherwise than in size.
 
   Args:
@@ -73,26 +68,43 @@ def adapter_facts(
   about_base = {
     "base": os.path.abspath(base),
     "base_parameters": sorted(names),
-    "base_files": _digest(base),
+    "base_fingerprint": int(_fingerprint({name: flat[name] for name in names})),
   }
   return {ADAPTER: {**settings, **about_base}}
 
 
-def _digest(base: epath.PathLike) -> str:
-  """Returns the digest of a checkpoint's checksums or, without them, those of its weights or of all its files."""
-  root = checksums_folder(base)
-  names = [name for name in files_in(root) if name.endswith((".safetensors", ".bin"))]
-  files = sorted(names or files_in(root))
-  return fingerprint(base) or " ".join(hash_file(root / name) for name in files)
+@jax.jit
+def _fingerprint(params: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns a uint32 that depends on the names, shapes and values of parameters, as bfloat16.
+
+  It does not depend on how they are split over devices, nor on the layout and floating-point type of the checkpoint.
+  """
+  total = jnp.uint32(0)
+  for name, value in sorted(params.items()):
+    value = value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
+    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+    position = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
+    words = (bits.astype(jnp.uint32) + 1) * (2 * position + 1)  # odd factors lose no bits
+    total = total * 31 + jnp.sum(words, dtype=jnp.uint32) + jnp.uint32(zlib.crc32(name.encode()))
+  return total
 
 
-def check_base(path: epath.PathLike) -> None:
-  """Raises ValueError if the files of a checkpoint's base are not those with which its adapter was trained."""
-  fact = adapter_fact(path)
-  if fact.get("base_files") and fact["base_files"] != _digest(fact["base"]):
+def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
+  """Raises ValueError if the base of a restored checkpoint is not the one with which its adapter was trained.
+
+  Args:
+    path: the checkpoint.
+    fact: what it states about its adapter.
+    restored: the restored arrays, by flat name.
+  """
+  names = fact.get("base_parameters", ())
+  found = {name: restored[name] for name in names if name in restored}
+  # In another network they have other names, and if the adapter is merged, other values.
+  is_comparable = len(found) == len(names) and not _is_merged(restored, fact)
+  if names and is_comparable and int(_fingerprint(found)) != fact["base_fingerprint"]:
     raise ValueError(
-      f"{fact['base']} is not the model with which the adapter of {path} was trained: its files differ. Move the "
-      "original back to this path"
+      f"{fact['base']} is not the model with which the adapter of {path} was trained: its parameters differ. Move the "
+      "original back to this path; keep frozen_dtype if it was or is 'int8'"
     )
 
 

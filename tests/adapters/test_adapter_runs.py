@@ -112,27 +112,45 @@ def test_a_restarted_run_continues_exactly(found, adapted, tmp_path):
     np.testing.assert_array_equal(array.get(), parts[name].get(), err_msg=name)
 
 
-@pytest.mark.slow
-def test_another_base_is_refused(found, adapted, tmp_path):
+@pytest.fixture
+def moved(found):
+  """Moves the base away and returns its new path; the test may put a folder or a link in its place."""
   _, path, _ = found
-  moved = path.with_name("moved")
-  path.rename(moved)
-  try:
-    with pytest.raises(ValueError, match=r"its base .* is missing"):
-      trained_model.open_model_dir(adapted[1])
-    path.mkdir()
-    for file in moved.iterdir():
-      (path / file.name).write_bytes(file.read_bytes())
-    weights = bytearray((path / "model.safetensors").read_bytes())
-    weights[-2] ^= 64
-    (path / "model.safetensors").write_bytes(weights)
-    with pytest.raises(ValueError, match="is not the model with which the adapter"):
-      trained_model.open_model_dir(adapted[1])
-    for file in path.iterdir():
-      file.unlink()
-    path.rmdir()
-  finally:
-    moved.rename(path)
+  yield path.rename(path.with_name("moved"))
+  if path.is_symlink():
+    path.unlink()
+  shutil.rmtree(path, ignore_errors=True)
+  path.with_name("moved").rename(path)
+
+
+@pytest.mark.slow
+def test_another_base_is_refused(found, adapted, moved):
+  _, path, _ = found
+  with pytest.raises(ValueError, match=r"its base .* is missing"):
+    trained_model.open_model_dir(adapted[1])
+  shutil.copytree(moved, path)
+  arrays = load_file(path / "model.safetensors")
+  name = min(name for name in arrays if name.endswith("k_proj.weight"))
+  arrays[name][3, 5] *= -1
+  save_file(arrays, path / "model.safetensors", {"format": "pt"})
+  with pytest.raises(ValueError, match="is not the model with which the adapter"):
+    trained_model.open_model_dir(adapted[1])
+
+
+@pytest.mark.slow
+def test_a_base_that_was_moved_and_stored_in_other_files_is_accepted(
+  found, adapted, moved, tmp_path
+):
+  _, path, _ = found
+  copy = shutil.copytree(moved, tmp_path / "copy")
+  arrays = load_file(moved / "model.safetensors")
+  (copy / "model.safetensors").unlink()
+  names = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(arrays)}
+  for file in {*names.values()}:
+    save_file({n: x for n, x in arrays.items() if names[n] == file}, copy / file, {"format": "pt"})
+  (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+  path.symlink_to(copy)
+  assert trained_model.open_model_dir(adapted[1])
 
 
 SWITCHES = {
