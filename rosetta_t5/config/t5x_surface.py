@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -153,18 +154,28 @@ RETIRED_ARGUMENTS = {
 }
 
 
+_STAND_INS = (
+  (
+    "t5x.contrib.flaxformer",
+    r"flaxformer\.(architectures\.t5\.t5_architecture|components\.(attention\.dense_attention|dense|embedding|"
+    r"layer_norm|relative_position_biases))",
+  ),
+  ("t5x.contrib.prompt_tuning.prompts", r"prompt_tuning\.prompts"),
+  (
+    "t5x.contrib.prompt_tuning.train",
+    r"prompt_tuning\.(masks|extended\.train\.ia3|train\.(layers|optim|partitioning|prompts|utils))",
+  ),
+)
+
+
 def stand_in_of(module: str) -> str | None:
   """Returns the module of `t5x` that has the names of a module of flaxformer or of prompt_tuning, or None.
 
   Published gin files for T5X import them. Where flaxformer, which both packages need, is installed, gin files
   import the originals.
   """
-  package = module.partition(".")[0]
-  if package not in ("flaxformer", "prompt_tuning") or importlib.util.find_spec("flaxformer"):
-    return None
-  if package == "flaxformer":
-    return "t5x.contrib.flaxformer"
-  return f"t5x.contrib.prompt_tuning.{'prompts' if module == 'prompt_tuning.prompts' else 'train'}"
+  found = next((ours for ours, regex in _STAND_INS if re.fullmatch(regex, module)), None)
+  return None if found and importlib.util.find_spec("flaxformer") else found
 
 
 T5X_PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "t5x"

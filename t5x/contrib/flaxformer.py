@@ -37,8 +37,9 @@ class Part(types.SimpleNamespace):
     super().__init__(**arguments)
 
   def __eq__(self, other: object) -> bool:
-    """Returns whether the arguments in `compared` are equal."""
-    return all(getattr(self, name) == getattr(other, name) for name in self.compared)
+    """Returns whether the types and the arguments in `compared` are equal."""
+    same_type = type(self) is type(other)
+    return same_type and all(getattr(self, n) == getattr(other, n) for n in self.compared)
 
 
 class Embed(Part):
@@ -74,7 +75,13 @@ class MlpBlock(Part):
     "intermediate_dim use_bias activations kernel_init bias_init intermediate_dropout_rate "
     "final_dropout_rate intermediate_conv"
   )
-  compared = ("intermediate_dim", "activations", "intermediate_dropout_rate", "use_bias")
+  compared = (
+    "intermediate_dim",
+    "activations",
+    "intermediate_dropout_rate",
+    "use_bias",
+    "intermediate_conv",
+  )
   use_bias = False
   activations = ("relu",)
   intermediate_dropout_rate = 0.0
@@ -87,7 +94,7 @@ class MultiHeadDotProductAttention(Part):
   names = (
     "num_heads head_dim use_bias kernel_init bias_init broadcast_dropout dropout_rate k_conv v_conv"
   )
-  compared = ("num_heads", "head_dim", "dropout_rate", "use_bias")
+  compared = ("num_heads", "head_dim", "dropout_rate", "use_bias", "k_conv", "v_conv")
   use_bias = False
   dropout_rate = 0.0
   k_conv = v_conv = None

@@ -23,6 +23,7 @@ from rosetta_t5.adapters.adapter import flat, nested
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.traced.program import with_config
+from rosetta_t5.user_errors import ConfigError
 from t5x.contrib.prompt_tuning import prompts
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -246,12 +247,23 @@ dense.MlpBlock.intermediate_conv = @ia3.IA3()
       "dense.MlpBlock.intermediate_conv = @ia3.IA3()",
       "set all of MultiHeadDotProductAttention.k_conv",
     ),
+    (
+      "t5_architecture.EncoderLayer.mlp = @ia3/dense.MlpBlock()\n"
+      "ia3/dense.MlpBlock.intermediate_conv = @ia3.IA3()",
+      "must have the same attention and mlp",
+    ),
     ("dense.MlpBlock.precomputed = 1", "no argument 'precomputed'"),
   ],
 )
 def test_layers_that_t5_does_not_have_are_refused(tmp_path, line, message):
   with pytest.raises(ValueError, match=message):
     module_of(tmp_path, "t5_architecture.EncoderDecoder", f"{LAYERS}{line}\n")
+
+
+@pytest.mark.parametrize("module", ["flaxformer.components.convolution", "prompt_tuning.data.glue"])
+def test_modules_without_a_stand_in_are_reported_as_missing(tmp_path, module):
+  with pytest.raises(ConfigError, match=f"there is no module '{module.partition('.')[0]}'"):
+    module_of(tmp_path, "t5_architecture.EncoderDecoder", f"import {module}\n{LAYERS}")
 
 
 TABLE = np.random.default_rng(0).normal(size=(384, 4)).astype(np.float32)
