@@ -25,6 +25,9 @@ from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.layers.stack import LayerInputs
 from rosetta_t5.parallel.placement import constrain
 
+# Elements. A larger bias is computed again in each decoding step, which reads one of its rows.
+_MAX_STORED_BIAS = 2**22
+
 
 class Block(nn.Module):
   """A layer: attention and a feed-forward block, each between a norm and a residual connection.
@@ -164,7 +167,7 @@ def relative_bias(
   `x` are activations inside the layers.
 
   In a decoding step it covers the cache, because the only query can be at any position, and is the same in
-  all steps.
+  all steps: it is stored unless it is large.
   """
   config: Any = module.config
   if inputs.decode and module.has_variable(PRECOMPUTED, "relative_bias"):
@@ -182,6 +185,7 @@ def relative_bias(
     name="relpos_bias",
   )
   bias = biases(length, length, side == "encoder")
-  if inputs.decode and module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing():
+  is_stored = module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing()
+  if inputs.decode and is_stored and bias.size <= _MAX_STORED_BIAS:
     module.put_variable(PRECOMPUTED, "relative_bias", bias)
   return bias

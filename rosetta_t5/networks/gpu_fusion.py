@@ -24,10 +24,11 @@ def computes_on_gpu(module: nn.Module) -> bool:
 
 
 def with_common_factor(tree: Any) -> Any:
-  """Returns arrays such that a GPU computes the same function of several arrays of one shape in one kernel.
+  """Returns the arrays, unchanged in value; a GPU then computes what is done with each of them in fewer kernels.
 
-  XLA fuses operations on different arrays only if these read a common array as well, which is not a scalar.
-  Here it is a factor that is 1, which XLA does not know.
+  XLA fuses the same operation on several arrays of one shape into one kernel only if all of them also read one array
+  that is not a scalar. So each array is multiplied by an element of an array of ones, which a barrier hides from XLA:
+  it cannot remove the factor.
   """
   if target_device().platform != "gpu":
     return tree
@@ -53,7 +54,7 @@ def square_sums(tree: Any) -> list[jax.Array]:
   for shape in dict.fromkeys(x.shape for x in arrays):
     same = [index for index, x in enumerate(arrays) if x.shape == shape]
     # However rows are split over devices, each part of a row is on one device.
-    parts = (*shape[:-1], math.gcd(shape[-1], current().mesh.size), -1)
+    parts = (*shape[:-1], math.gcd(shape[-1], max(1, current().mesh.size)), -1)
     rows = jnp.stack([jnp.sum(jnp.square(arrays[i].reshape(parts)), axis=-1) for i in same])
     sums |= zip(same, jnp.sum(rows, axis=range(1, rows.ndim)), strict=True)
   return [sums[index] for index in range(len(arrays))]

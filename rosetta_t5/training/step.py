@@ -14,7 +14,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.linen.partitioning import with_sharding_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.networks.gpu_fusion import global_norm, square_sums, with_common_factor
+from rosetta_t5.networks.gpu_fusion import square_sums, with_common_factor
 from rosetta_t5.telemetry import metrics as metrics_lib
 from rosetta_t5.telemetry.run_metrics import GRADIENT_NORM
 from rosetta_t5.training.losses import with_divisors
@@ -60,8 +60,8 @@ def train_step(
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
-  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, square_sums(grads))
-  metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=global_norm(grads))
+  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, squares := square_sums(grads))
+  metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=jnp.sqrt(sum(squares)))
   metrics |= weight_metrics(_of_all(grads, state), state, new_state) if weight_metrics else {}
   return new_state, metrics
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import T5_1_1, make_batch, make_model, params_of
 
 from rosetta_t5.networks.layers import decoding_cache
+from rosetta_t5.networks.transformer import Transformer
 from t5x.examples.t5.layers import MultiHeadDotProductAttention
 
 RNG = np.random.default_rng(0)
@@ -81,3 +84,13 @@ def test_each_beam_is_recorded_for_the_position_that_it_writes(index):
 def test_without_beams_no_writing_beam_is_recorded():
   writers = jnp.zeros((2, 5), jnp.int32)
   assert decoding_cache.record_writing_beam(writers, jnp.int32(3)) is writers
+
+
+@pytest.mark.parametrize(("length", "is_stored"), [(64, True), (2048, False)])
+def test_decoding_steps_read_the_relative_bias_unless_it_is_large(length, is_stored):
+  batch = {name: jnp.ones((1, 4), jnp.int32) for name in make_batch(1)}
+  batch["decoder_input_tokens"] = jnp.ones((1, length), jnp.int32)
+  traced = jax.jit(make_model(Transformer(T5_1_1)).predict_batch).trace(params_of(T5_1_1), batch)
+  (loop,) = (eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "while")
+  bias = (1, T5_1_1.num_heads, length, length)
+  assert any(each.aval.shape == bias for each in loop.invars) == is_stored
