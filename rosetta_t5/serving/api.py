@@ -32,16 +32,12 @@ def encode_prompts(given: Mapping[str, Any], model: ServedModel) -> list[list[in
     return encode_all(given["prompt"], model, "prompt")
   messages = []
   for index, each in enumerate(given["messages"]):
-    place = f"messages[{index}]."
-    message = fields.check(each, fields.MESSAGE, ("role", "content"), place)
+    place, whole = f"messages[{index}]", (*fields.PART,)
+    message = fields.check(each, fields.MESSAGE, ("role", "content"), f"{place}.")
     role, content = message["role"], message["content"]
     if not isinstance(content, str):
-      place += "content[{}]."
-      checked = (
-        fields.check(x, fields.PART, (*fields.PART,), place.format(n))
-        for n, x in enumerate(content)
-      )
-      content = "".join(part["text"] for part in checked)
+      pairs = ((x, f"{place}.content[{n}].") for n, x in enumerate(content))
+      content = "".join(fields.check(x, fields.PART, whole, y)["text"] for x, y in pairs)
     # A developer is OpenAI's newer name of the system.
     messages.append({"role": "system" if role == "developer" else role, "content": content})
   return [model.encode_chat(messages)]

@@ -156,8 +156,8 @@ class Application:
     return None
 
   async def _show_health(self, request: Request) -> Response:
-    errors = {name: model.engine.error for name, model in self.models.items()}
-    failed = [f"{name} has failed: {reason_of(error)}" for name, error in errors.items() if error]
+    errors = ((name, model.engine.error) for name, model in self.models.items())
+    failed = [f"{name} has failed: {reason_of(error)}" for name, error in errors if error]
     if failed or self.is_stopping:
       return response_to(RequestError("; ".join(failed) or STOPPING, status=503))
     return JSONResponse({"status": "ok"})

@@ -5,8 +5,9 @@ import contextlib
 import itertools
 import json
 import logging
+import operator
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,19 +57,14 @@ def response_to(error: Exception) -> JSONResponse:
     error = RequestError(error.detail, status=error.status_code)
   elif not isinstance(error, RequestError):
     error = RequestError(f"the model has failed: {reason_of(error)}", status=500)
-  status, kind = error.status, "server_error" if error.status >= 500 else "invalid_request_error"
-  content = {
-    "message": str(error),
-    "type": kind,
-    "param": error.field,
-    "code": _CODES.get((status, error.field)),
-  }
+  status, field = error.status, error.field
+  kind = "server_error" if status >= 500 else "invalid_request_error"
+  content = {"message": str(error), "type": kind, "param": field}
+  content["code"] = _CODES.get((status, field))
   # Without the second header, OpenAI's clients send requests again after all of 5xx.
-  may_retry = status in (429, 503)
-  name, value = (
-    ("retry-after", str(error.retry_after_s)) if may_retry else ("x-should-retry", "false")
-  )
-  return JSONResponse({"error": content}, status, {name: value})
+  again = {"retry-after": str(error.retry_after_s)}
+  headers = again if status in (429, 503) else {"x-should-retry": "false"}
+  return JSONResponse({"error": content}, status, headers)
 
 
 class Endpoints:
@@ -132,16 +128,13 @@ class Endpoints:
       best = enumerate(itertools.chain.from_iterable(found))
       choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
-    texts = asked.texts()
     options = (asked.max_tokens, asked.stop, asked.is_stream)
-    pieces = _until(deadline, model.generate(texts, *options))
+    pieces = _until(deadline, model.generate(asked.texts(), *options))
     if asked.is_stream:
       first = await anext(pieces)
       return StreamingResponse(_events(first, pieces, asked), media_type="text/event-stream")
-    parts: list[list[Piece]] = [[] for _ in texts]
-    async for index, piece in pieces:
-      parts[index].append(piece)
-    choices = [asked.choice(index, _joined(text)) for index, text in enumerate(parts)]
+    choices = [asked.choice(*each) async for each in pieces]
+    choices.sort(key=operator.itemgetter("index"))
     return JSONResponse(asked.answer(choices, usage=asked.usage()))
 
   async def embed(self, request: Request) -> Response:
@@ -150,10 +143,10 @@ class Endpoints:
     _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
     vectors = await _in_turns(model.embed, prompts)
-    kind, item = given.get("encoding_format", "float"), {"object": "embedding"}
-    shown = [api.encode_vector(vector, kind) for vector in vectors]
-    data = [{**item, "index": index, "embedding": vector} for index, vector in enumerate(shown)]
-    return _listed(model, data=data, usage=api.usage(prompts, 0))
+    kind = given.get("encoding_format", "float")
+    shown = enumerate(api.encode_vector(vector, kind) for vector in vectors)
+    data = [{"object": "embedding", "index": index, "embedding": x} for index, x in shown]
+    return _listed(model, prompts, 0, data=data)
 
   async def score(self, request: Request) -> Response:
     """Answers POST /score."""
@@ -167,8 +160,7 @@ class Endpoints:
     rows = await _in_turns(model.score, prompts, ends)
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
     scores = [sum(token["logprob"] for token in row) for row in tokens]
-    usage = api.usage(prompts, sum(map(len, rows)))
-    return _listed(model, scores=scores, tokens=tokens, usage=usage)
+    return _listed(model, prompts, sum(map(len, rows)), scores=scores, tokens=tokens)
 
   async def attend(self, request: Request) -> Response:
     """Answers POST /v1/attention."""
@@ -207,8 +199,9 @@ async def _in_turns(call: Callable[..., Any], *columns: Any) -> list[Any]:
   return found
 
 
-def _listed(model: ServedModel, **content: Any) -> Response:
-  return JSONResponse({"object": "list", "model": model.name, **content})
+def _listed(model: ServedModel, prompts: Any, num_tokens: int, **content: Any) -> Response:
+  head = {"object": "list", "model": model.name, "usage": api.usage(prompts, num_tokens)}
+  return JSONResponse({**head, **content})
 
 
 async def _until(deadline: float, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -219,11 +212,6 @@ async def _until(deadline: float, pieces: AsyncGenerator[Any, None]) -> AsyncGen
         if (found := await anext(pieces, None)) is None:
           return
       yield found
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-  tokens = itertools.chain.from_iterable(piece.tokens for piece in pieces)
-  return Piece("".join(p.text for p in pieces), (*tokens,), pieces[-1].finish_reason)
 
 
 async def _events(

@@ -70,7 +70,8 @@ class Engine:
     self._contents: list[tuple[int, ...] | None] = [None] * programs.num_slots
     # The slot that was freed first is first.
     self._free = collections.deque(range(programs.num_slots))
-    self._in_flight: collections.deque[tuple[dict[int, Request], StepOutput]] = collections.deque()
+    # The requests of the newest step, and its output.
+    self._newest: tuple[dict[int, Request], StepOutput | None] = {}, None
     self._counts = dict.fromkeys(_COUNTS, 0)
     self._changed, self._is_stopping = asyncio.Event(), False
     # The event loop's own threads may all be busy with long texts.
@@ -86,9 +87,8 @@ class Engine:
     """
     queue = self._calls if request.call else self._waiting
     if self._is_stopping:
-      raise RequestError(
-        f"the model has failed: {self.error}" if self.error else STOPPING, status=503
-      )
+      text = f"the model has failed: {self.error}" if self.error else STOPPING
+      raise RequestError(text, status=503)
     if len(queue) >= self._max_waiting:
       self._counts["requests_refused"] += 1
       retry_after_s = 1 + len(queue) // self._programs.num_slots
@@ -136,20 +136,18 @@ class Engine:
   async def _run(self) -> None:
     try:
       while True:
-        if not (self._waiting or self._calls or self._running or self._in_flight):
+        owners, output = self._newest
+        if not (self._waiting or self._calls or self._running or owners):
           self._changed.clear()
           await self._changed.wait()
         await self._run_calls()
-        self._release_cancelled()
-        work = self._admit()
-        if self._running:
-          work.append(self._step)
-        # The device computes a step while the results of the one before are read.
-        output = None
-        if self._in_flight:
-          owners, output = self._in_flight.popleft()
-        result = await self._in_thread(_do, work, output)
-        if output is not None:
+        for slot, request in [*self._running.items()]:
+          if request.is_cancelled:
+            self._release(slot)
+        work, running = self._admit(), dict(self._running)
+        new, result = await self._in_thread(self._advance, work, running, output)
+        self._newest = running, new
+        if owners:
           self._deliver(owners, result)
     except BaseException as error:
       self._fail(error)
@@ -184,19 +182,14 @@ class Engine:
       for request, result in zip(requests, results, strict=True):
         request.results.put_nowait(result)
 
-  def _release_cancelled(self) -> None:
-    for slot, request in [*self._running.items()]:
-      if request.is_cancelled:
-        self._release(slot)
-
   def _release(self, slot: int) -> None:
     del self._running[slot]
     self._free.append(slot)
 
   def _admit(self) -> list[Callable[[], None]]:
     """Gives free slots to at most a batch of waiting requests, and returns what puts them there."""
-    work: list[Callable[[], None]] = []
     computed: dict[int, Request] = {}  # Those whose inputs are computed together.
+    copied: list[Callable[[], None]] = []  # After these, also from their slots.
     for _ in range(min(len(self._waiting), len(self._free), BATCH_SIZES[-1])):
       request = self._waiting.popleft()
       is_known = self._programs.keeps_inputs and request.inputs in self._contents
@@ -207,18 +200,20 @@ class Engine:
       self._running[slot], self._contents[slot] = request, request.inputs
       if source is None:
         computed[slot] = request
-        continue
-      self._counts["prefix_hits"] += 1
-      if source in computed:
-        work.append(functools.partial(self._programs.admit, computed))
-        computed = {}
-      work.append(functools.partial(self._programs.copy, slot, request, source))
-    return [*work, functools.partial(self._programs.admit, computed)] if computed else work
+      else:
+        copied.append(functools.partial(self._programs.copy, slot, request, source))
+    self._counts["prefix_hits"] += len(copied)
+    return [functools.partial(self._programs.admit, computed), *copied] if computed else copied
 
-  def _step(self) -> None:
-    owners = dict(self._running)
-    self._in_flight.append((owners, self._programs.step(owners)))
-    self._counts["steps"] += 1
+  def _advance(
+    self, work: Iterable[Callable[[], None]], running: Mapping[int, Request], output: Any
+  ) -> tuple[StepOutput | None, Any]:
+    """Dispatches work and a step, and waits for the output of the step before, while the device computes this one."""
+    for each in work:
+      each()
+    new = self._programs.step(running) if running else None
+    self._counts["steps"] += bool(running)
+    return new, jax.device_get(output)
 
   def _deliver(self, owners: Mapping[int, Request], result: StepOutput) -> None:
     """Sends the tokens of a step to their requests, and frees the slots of those that have ended."""
@@ -230,10 +225,3 @@ class Engine:
       self._counts["tokens_generated"] += 1
       if result.has_ended[slot]:
         self._release(slot)
-
-
-def _do(work: Iterable[Callable[[], None]], output: Any) -> Any:
-  """Dispatches work to the device, and waits for the output of an earlier step."""
-  for each in work:
-    each()
-  return jax.device_get(output)

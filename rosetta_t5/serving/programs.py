@@ -273,9 +273,8 @@ class Programs:
     for length in self._read_lengths:
       step = functools.partial(self._step, length)
       add(("step", length), step, (of_state, every), state, params, is_kept)
-      for name in fns.keys() & {*calls}:
-        if length not in self._lengths_of(name):
-          continue
+    for name in fns.keys() & {*calls}:
+      for length in self._lengths_of(name):
         batch = self._batch([_FILLER] * BATCH_SIZES[-1], length)
         add((name, length), fns[name], every, params, batch)
     self._state = state

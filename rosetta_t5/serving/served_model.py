@@ -169,13 +169,14 @@ class ServedModel:
       texts: the tokens of each prompt, and how its text is generated.
       max_tokens: the maximum number of tokens to generate.
       stop: a text ends before the first of these.
-      is_stream: whether each piece has its text; otherwise, the last one may have all of it.
+      is_stream: whether there is a piece for each token; otherwise, there is one for each text.
 
     Raises:
       RequestError: too many requests are waiting, or the server ends.
     """
     results: asyncio.Queue[Any] = asyncio.Queue()
     streams = [StreamedText(self._vocabulary, stop) for _ in texts]
+    new: list[list[Token]] = [[] for _ in texts]
     running: dict[int, Request] = {}
     try:
       for index, (tokens, controls) in enumerate(texts):
@@ -191,13 +192,16 @@ class ServedModel:
           continue
         is_end, is_last = int(output.token) in self._ends, bool(output.has_ended)
         streams[index].tokens += [int(output.token)] * (not is_end)
-        is_read = is_stream or stop or is_last  # Each time, all tokens are decoded.
-        new, has_stopped = streams[index].advance(is_last) if is_read else ("", False)
-        reason = None
-        if is_last or has_stopped:
-          reason = "stop" if is_end or has_stopped else "length"
-          self.engine.cancel(running.pop(index), is_complete=True)
-        yield index, Piece(new, (self._token(output, texts[index][1]),), reason)
+        new[index].append(self._token(output, texts[index][1]))
+        text, reason = "", None
+        if is_stream or stop or is_last:  # Each time, all tokens are decoded.
+          text, has_stopped = streams[index].advance(is_last)
+          if is_last or has_stopped:
+            reason = "stop" if is_end or has_stopped else "length"
+            self.engine.cancel(running.pop(index), is_complete=True)
+        if is_stream or reason:
+          yield index, Piece(text if is_stream else streams[index].sent, (*new[index],), reason)
+          new[index].clear()
     finally:
       for request in running.values():
         self.engine.cancel(request)
@@ -274,7 +278,7 @@ class StreamedText:
 
   def __init__(self, vocabulary: Any, stop: Sequence[str]):
     self.tokens: list[int] = []
-    self._vocabulary, self._stop, self._sent = vocabulary, stop, ""
+    self._vocabulary, self._stop, self.sent = vocabulary, stop, ""
 
   def advance(self, is_complete: bool) -> tuple[str, bool]:
     """Returns the new text, and whether a stop text ends it."""
@@ -289,6 +293,6 @@ class StreamedText:
       # A character of several bytes may be incomplete, and a stop text may have begun.
       text = text.rstrip("\ufffd")
       text = text[: max(0, len(text) - max(map(len, self._stop), default=1) + 1)]
-    new = text[len(self._sent) :] if text.startswith(self._sent) else ""
-    self._sent += new
+    new = text[len(self.sent) :] if text.startswith(self.sent) else ""
+    self.sent += new
     return new, bool(places)

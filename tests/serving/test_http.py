@@ -54,6 +54,11 @@ class LetterModel:
     await asyncio.sleep(0)
     try:
       for index, (text, _) in enumerate(texts):
+        reason = "stop" if len(text) < max_tokens else "length"
+        if not is_stream and not {"WAIT", "FAIL"} & {*text.split()}:
+          letters = text[:max_tokens]
+          yield index, Piece(letters, (*map(_token, letters),), reason)
+          continue
         for place, letter in enumerate(text[:max_tokens]):
           if "WAIT" in text and place:
             await asyncio.sleep(60)
@@ -61,7 +66,7 @@ class LetterModel:
             self.error = RuntimeError("the device is lost")
             raise self.error
           yield index, Piece(letter, (_token(letter),), None)
-        yield index, Piece("", (), "stop" if len(text) < max_tokens else "length")
+        yield index, Piece("", (), reason)
     finally:
       self.open -= 1
 
