@@ -60,7 +60,7 @@ def adapter_facts(
   changes -= {state_dicts.resize_vocabulary}
   if base is None or changes or is_own or _is_merged(flat, adapter_fact(base)):
     return {ADAPTER: {**settings, "base": None}}
-  expected = {name: x for name, x in flat.items() if not adapter.is_trained(_name(name))}
+  expected = {n: x for n, x in flat.items() if not adapter.is_trained(n.removeprefix(_TARGET))}
   stored = convert_tree(read_arrays(base), expected)
   names = [n for n, x in expected.items() if n in stored and stored[n].shape == tuple(x.shape)]
   # The scales of an int8 kernel are computed from the kernel.
@@ -150,9 +150,10 @@ def _merged_array(adapter: adapters.Adapter, module: str, end: str, parts: Array
   """Returns a projection's kernel or bias, from all that it has by the ends of their names."""
 
   def read(index: Any) -> np.ndarray:
-    flat = {f"{_name(module)}/{key}": x.get() for key, x in parts.items()}
+    name = module.removeprefix(_TARGET)
+    flat = {f"{name}/{key}": x.get() for key, x in parts.items()}
     merged = adapter.merged(state_dicts.unflatten_state_dict(flat))
-    return np.asarray(state_dicts.flatten_state_dict(merged)[f"{_name(module)}/{end}"])[index]
+    return np.asarray(state_dicts.flatten_state_dict(merged)[f"{name}/{end}"])[index]
 
   return StoredArray(parts[end].shape, np.float32, read, sliceable=False)
 
@@ -174,7 +175,3 @@ def quantize(arrays: Arrays, expected: Mapping[str, Any]) -> dict[str, StoredArr
 def _read_quantized(kernel: StoredArray, part: int, index: Any) -> np.ndarray:
   """Returns a slice of an int8 kernel (part 0) or of its scales (part 1)."""
   return np.asarray(adapters.quantized(jnp.asarray(kernel.get()))[part])[index]
-
-
-def _name(flat_name: str) -> str:
-  return flat_name.removeprefix(_TARGET)

@@ -14,6 +14,10 @@ Arrays = Mapping[str, StoredArray]
 Config = Mapping[str, Any]  # the content of a config.json
 # The entry of config.json that marks a decoder whose ids are those of its SentencePiece vocabulary.
 PADDING_IS_TOKEN_0 = "padding_is_token_0"
+UNKNOWN_HEADS = (
+  "the heads and windows of a decoder cannot be derived from its weights: set --config to the config.gin of the run "
+  "that trained it, or to the config.json that it came with"
+)
 _NAMES_SHOWN = 8
 # {Transformers' name: this project's}. Of several with one value, the first is the one that is written.
 _ACTIVATIONS = {

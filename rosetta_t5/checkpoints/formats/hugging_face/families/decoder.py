@@ -122,10 +122,7 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
     ValueError: there is no network's config, or no model of Transformers can have its settings.
   """
   if network is None:
-    raise ValueError(
-      "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
-      "config.gin of the run that trained it, or to the config.json that it came with"
-    )
+    raise ValueError(name_tables.UNKNOWN_HEADS)
   wrong = {name: layer_settings.wrong_fields(network, "decoder", name) for name in MODEL_TYPES}
   for name in (str(source.get("model_type")), *MODEL_TYPES):
     if wrong.get(name) == []:

@@ -197,10 +197,7 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
       f"in {name_tables.list_names(differing)}"
     )
   if network is None:
-    raise ValueError(
-      "the heads and windows of a decoder cannot be derived from its weights: set --config to the "
-      "config.gin of the run that trained it, or to the config.json that it came with"
-    )
+    raise ValueError(name_tables.UNKNOWN_HEADS)
   is_neo = network.window is not None or not _scales_queries(network)
   return "gpt_neo" if is_neo else "gpt2"
 
