@@ -3,5 +3,5 @@
 from rosetta_t5.models.base_model import BaseModel
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.decoder_only import DecoderOnlyModel
-from rosetta_t5.models.encoder import EncoderModel
+from rosetta_t5.models.encoder import DualEncoderModel, EncoderModel
 from rosetta_t5.models.encoder_decoder import EncoderDecoderModel

@@ -1,17 +1,23 @@
-"""The encoder of an encoder-decoder model, which makes vectors of texts."""
+"""Vectors of texts from the encoder of an encoder-decoder model, and their training on pairs of texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import freeze
 from jaxtyping import Array, Float
 
+from rosetta_t5.adapters import Adapter
+from rosetta_t5.argument_types import PositiveNumber
 from rosetta_t5.models.base_model import Batch, PyTree
+from rosetta_t5.models.batch_metrics import compute_base_metrics
 from rosetta_t5.models.encoder_decoder import EncoderDecoderModel
+from rosetta_t5.training import losses
+from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 POOLINGS = ("mean", "first")
 
@@ -41,15 +47,103 @@ class EncoderModel(EncoderDecoderModel):
       pooling: "mean" of the encoder's outputs for all tokens that are not padding, or "first" for
         that of the first token; "none" for all of them, which are zeros for padding.
     """
-    tokens_BS = batch["encoder_input_tokens"]
-    encode = self.module.encode
-    encoded_BSD: jax.Array = self.module.apply(
-      {"params": params}, tokens_BS, enable_dropout=False, method=encode
-    ).astype(jnp.float32)
-    encoded_BSD = encoded_BSD[:, -tokens_BS.shape[1] :]  # after the vectors of a trained prompt
-    if pooling == "first":
-      return encoded_BSD[:, 0]
-    real_BS1 = (tokens_BS != self.pad_id)[..., None]
-    if pooling == "none":
-      return encoded_BSD * real_BS1
-    return jnp.sum(encoded_BSD * real_BS1, 1) / jnp.maximum(jnp.sum(real_BS1, 1), 1)
+    return _embed(self, params, batch["encoder_input_tokens"], None, pooling)
+
+
+class DualEncoderModel(EncoderDecoderModel):
+  """Trains an encoder so that the vectors of texts that belong together are close.
+
+  Each input is compared with all targets of the batch (of a microbatch, with gradient accumulation), and each
+  target with all inputs: the cross-entropy of the cosine similarities, divided by a temperature, in both
+  directions (Ni et al. 2021, "Large Dual Encoders Are Generalizable Retrievers", section 3; T5X Retrieval's
+  `DualEncoderModel`). Both texts go through the same encoder, and their vectors are means over tokens.
+  The decoder's parameters stay as they are, so that the run converts to any format.
+  """
+
+  def __init__(
+    self,
+    module: nn.Module,
+    input_vocabulary: Any,
+    output_vocabulary: Any,
+    optimizer_def: OptimizerDef | None,
+    temperature: PositiveNumber = 0.01,
+    adapter: Adapter | None = None,
+  ):
+    """Builds the model.
+
+    Args:
+      module: the network, as of `EncoderDecoderModel`.
+      input_vocabulary: the SeqIO vocabulary of the inputs.
+      output_vocabulary: the SeqIO vocabulary of the targets.
+      optimizer_def: the optimizer.
+      temperature: what the similarities are divided by.
+      adapter: trains few parameters; see `BaseTransformerModel`.
+    """
+    network = (module, input_vocabulary, output_vocabulary, optimizer_def)
+    super().__init__(*network, adapter=adapter)
+    self._temperature = temperature
+
+  def loss_fn(
+    self,
+    params: PyTree,
+    batch: Batch,
+    dropout_rng: jax.Array | None,
+    flax_mutables: PyTree | None = None,
+  ) -> tuple[Float[Array, ""], Any]:
+    """Returns the sum of the pairs' losses, and the metrics, in which a pair is a token.
+
+    `accuracy` is the share of inputs whose own target is the closest of the batch.
+
+    Args:
+      params: the parameters.
+      batch: `encoder_input_tokens` [B, S] and `decoder_target_tokens` [B, T]; row n of both is a pair.
+      dropout_rng: the random key for dropout; None disables dropout.
+      flax_mutables: not supported.
+
+    Raises:
+      ValueError: several pairs are packed into a row.
+    """
+    if "encoder_segment_ids" in batch:
+      raise ValueError(
+        "DualEncoderModel needs one pair per row: set utils.DatasetConfig.pack = False"
+      )
+    sides = ("encoder_input_tokens", "decoder_target_tokens")
+    rngs = jax.random.split(dropout_rng) if dropout_rng is not None else (None, None)
+    a_BD, b_BD = (_embed(self, params, batch[n], r) for n, r in zip(sides, rngs, strict=True))
+    a_BD, b_BD = (
+      x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-6) for x in (a_BD, b_BD)
+    )
+    # Rows of padding complete the last batch of an evaluation.
+    real_B = jnp.any(batch["decoder_target_tokens"] != self.pad_id, axis=1).astype(jnp.float32)
+    logits_BB = jnp.where(jnp.outer(real_B, real_B) > 0, a_BD @ b_BD.T / self._temperature, -1e9)
+    own_B = jnp.arange(len(logits_BB))
+    one_way, other_way = (
+      losses.compute_weighted_cross_entropy(x, own_B, real_B)[0] for x in (logits_BB, logits_BB.T)
+    )
+    loss = (one_way + other_way) / 2
+    segments = self._segment_ids(batch)
+    return loss, compute_base_metrics(logits_BB, own_B, real_B, loss, segment_ids=segments)
+
+
+def _embed(
+  model: EncoderDecoderModel,
+  params: PyTree,
+  tokens_BS: jax.Array,
+  dropout_rng: jax.Array | None,
+  pooling: str = "mean",
+) -> jax.Array:
+  """Returns the float32 vectors of texts, [B, D], or of their tokens, [B, S, D]; see `embed_batch`."""
+  encoded_BSD: jax.Array = model.module.apply(
+    {"params": params},
+    tokens_BS,
+    enable_dropout=dropout_rng is not None,
+    rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+    method=model.module.encode,
+  ).astype(jnp.float32)
+  encoded_BSD = encoded_BSD[:, -tokens_BS.shape[1] :]  # after the vectors of a trained prompt
+  if pooling == "first":
+    return encoded_BSD[:, 0]
+  real_BS1 = (tokens_BS != model.pad_id)[..., None]
+  if pooling == "none":
+    return encoded_BSD * real_BS1
+  return jnp.sum(encoded_BSD * real_BS1, 1) / jnp.maximum(jnp.sum(real_BS1, 1), 1)

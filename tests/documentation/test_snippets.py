@@ -62,6 +62,10 @@ LONG = (
   "python sweep.py",
   "load_stablehlo",
   "taught.jsonl",
+  "samples.jsonl",
+  "corrected.jsonl",
+  "answers.npy",
+  "rosetta-t5 convert runs/series",
 )
 
 

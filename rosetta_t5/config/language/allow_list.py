@@ -47,8 +47,8 @@ CALLED = {
   "t5x.examples.scalable_t5.network": "T5Config Transformer",
   "t5x.examples.t5.network": "T5Config Transformer",
   "t5x.gin_utils": "bool_fn steps_of string_split_fn sum_fn",
-  "t5x.models": "DecoderOnlyModel DecoderParams EncoderDecoderModel get_input_vocabulary "
-  "get_output_vocabulary",
+  "t5x.models": "DecoderOnlyModel DecoderParams DualEncoderModel EncoderDecoderModel "
+  "get_input_vocabulary get_output_vocabulary",
   "t5x.optimizers": "SpikeGuard adabelief adagrad adam adamw all_except average_parameters chain dpsgd "
   "fromage lamb lars lion muon noisy_sgd precondition_by_kfac radam rmsprop scale_by_name sgd shampoo soap sophia yogi",
   "t5x.partitioning": "PjitPartitioner standard_logical_axis_rules",
