@@ -88,6 +88,7 @@ def echo_model(monkeypatch):
     state_axes=None,
     lengths={"inputs": 7, "targets": 5},
     built=[],
+    inferred=[],
   )
 
   class EchoInference:
@@ -98,6 +99,7 @@ def echo_model(monkeypatch):
       return Counter(inputs=sum(len(example["input"]) > 20 for example in examples))
 
     def infer(self, mode, examples, preprocessors, state, **options):
+      model.inferred += [example["input"] for example in examples]
       pairs = [(example, example["input"].encode()) for example in examples]
       return pairs, {"scores": [0.0] * len(examples)}
 
@@ -114,6 +116,17 @@ def test_a_language_model_continues_half_a_row_without_an_end_token(echo_model, 
     ({"inputs": 5, "targets": 9}, {"inputs_end": False}),
     ({"inputs": 7, "targets": 9}, {"inputs_end": True}),
   ]
+
+
+def test_texts_of_similar_lengths_are_computed_together_and_written_in_order(
+  echo_model, tmp_path, capfd
+):
+  lines = ["a long text", "short", "", "a longer text", "text", "of words"]
+  (tmp_path / "lines.txt").write_text("\n".join(lines))
+  assert infer("unused", f"--input={tmp_path / 'lines.txt'}", "--batch_size", 2) == 0
+  rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+  assert [row["prediction"] for row in rows] == lines
+  assert echo_model.inferred == sorted(filter(None, lines), key=len)
 
 
 def type_lines(monkeypatch, text):
@@ -376,11 +389,11 @@ def test_an_output_of_another_input_is_not_changed(model_dir, rows_file, tmp_pat
 @pytest.mark.parametrize(
   ("broken", "message"),
   [
-    (b'{"question": \n', "Line 11 of the input cannot be used: invalid JSON: Expecting value"),
-    (b"[1]\n", "Line 11 of the input cannot be used: a JSON list, not an object"),
+    (b'{"question": \n', "Line 41 of the input cannot be used: invalid JSON: Expecting value"),
+    (b"[1]\n", "Line 41 of the input cannot be used: a JSON list, not an object"),
     (
       b'{"question": "\xff"}\n',
-      "Line 11 of the input cannot be used: question contains a NUL character or is not text in UTF-8",
+      "Line 41 of the input cannot be used: question contains a NUL character or is not text in UTF-8",
     ),
   ],
 )
@@ -388,13 +401,13 @@ def test_a_broken_line_is_reported_after_the_batches_before_it(
   echo_model, tmp_path, capfd, broken, message
 ):
   path = tmp_path / "rows.jsonl"
-  path.write_bytes(b'{"question": "1"}\n' * 10 + broken)
+  path.write_bytes(b'{"question": "1"}\n' * 40 + broken)
   with pytest.raises(SystemExit):
     infer("unused", "--input", path, "--template", "{question}", "--batch_size", 5)
   output = capfd.readouterr()
   assert message in output.err
   written = [json.loads(line) for line in output.out.splitlines()]
-  assert written == [{"inputs": {"question": "1"}, "prediction": "1", "score": 0.0}] * 10
+  assert written == [{"inputs": {"question": "1"}, "prediction": "1", "score": 0.0}] * 40
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
 OPTIONS = ("adapter", "template", "targets", "output", "num_decodes", "n_best", *LENGTHS)
 NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
+# How many batches have their rows sorted by length; one on standard input, where each answer may be waited for.
+_BATCHES = 8
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 
 
@@ -145,9 +147,8 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     raise ValueError(f"The rows of {path} {NEEDS_TEMPLATE}")
   if template is not None and file_format == "text":
     file_format = "jsonl"
-  templates = {"input": template or "text", "target": targets}
-  convert: Any = make_converter({key: x for key, x in templates.items() if x is not None})
-  convert = _conversation if has_conversations(options) else convert
+  templates = {"input": template or "text"} | ({} if targets is None else {"target": targets})
+  convert: Any = _conversation if has_conversations(options) else make_converter(templates)
   for number, content in _numbered_records(path, file_format):
     if isinstance(content, str) and not content.strip():
       yield Row(content, None)
@@ -245,8 +246,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
   checkpoint = checkpoint_to_use(options.model_dir)
   detect_checkpoint_type(checkpoint)
-  names = [name for name in (*OPTIONS, *DECODING_OPTIONS) if name != "output"]
-  given = {f"--{name}": getattr(options, name) for name in names}
+  given = {f"--{n}": getattr(options, n) for n in (*OPTIONS, *DECODING_OPTIONS) if n != "output"}
   return {
     **{name: value for name, value in given.items() if value is not None},
     "flags": options.flags,
@@ -279,18 +279,22 @@ def _infer_rows(
   call, empty = (preprocessors, model.state), None if is_scoring else b""
   decodes = _decodes(options) | (prompts.decoding if prompts else {})
   truncated, left_behind = Counter[str](), list[float]()
-  while batch := list(itertools.islice(rows, size)):
-    examples = [row.example for row in batch if row.example is not None]
+  group_size = size if options.input == "-" else size * _BATCHES
+  while group := list(itertools.islice(rows, group_size)):
+    examples = {n: row.example for n, row in enumerate(group) if row.example is not None}
     if prompts:
-      examples = [{**example, "input": prompts(example["input"])} for example in examples]
-    truncated += texts.count_truncated(examples)
-    results, aux = texts.infer(mode, examples, *call, **decodes) if examples else ([], {})
+      examples = {n: {**x, "input": prompts(x["input"])} for n, x in examples.items()}
+    order = sorted(examples, key=lambda n: len(examples[n]["input"]))
+    ordered = [examples[n] for n in order]
+    truncated += texts.count_truncated(ordered)
+    results, aux = texts.infer(mode, ordered, *call, **decodes) if ordered else ([], {})
     fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
     left_behind += fractions
     scores = aux.get("scores", [None] * len(results))
-    computed = zip((output for _, output in results), scores, fractions, strict=True)
-    for row in batch:
-      output, score, fraction = next(computed) if row.example else (empty, None, 0.0)
+    outputs = (output for _, output in results)
+    computed = dict(zip(order, zip(outputs, scores, fractions, strict=True), strict=True))
+    for n, row in enumerate(group):
+      output, score, fraction = computed.get(n, (empty, None, 0.0))
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}
   notes = notes_on_truncated(truncated, lengths)
@@ -351,8 +355,7 @@ def feature_lengths(trained: Mapping[str, int], options: argparse.Namespace) -> 
 
 def decoding_controls(options: argparse.Namespace, model: Any) -> dict[str, Any]:
   """Returns the options that control what predictions may contain, by the names of `decoding.Controls`."""
-  values = {name: getattr(options, name) for name in DECODING_OPTIONS}
-  given = {name: value for name, value in values.items() if value is not None}
+  given = {n: x for n in DECODING_OPTIONS if (x := getattr(options, n)) is not None}
   if words := given.pop("bad_word", None):
     given["bad_words_ids"] = [model.output_vocabulary.encode(word) for word in words]
   return given
