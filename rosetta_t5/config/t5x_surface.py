@@ -154,18 +154,14 @@ RETIRED_ARGUMENTS = {
 }
 
 
-_STAND_INS = (
-  (
-    "t5x.contrib.flaxformer",
-    r"flaxformer\.(architectures\.t5\.t5_architecture|components\.(attention\.dense_attention|dense|embedding|"
-    r"layer_norm|relative_position_biases))",
-  ),
-  ("t5x.contrib.prompt_tuning.prompts", r"prompt_tuning\.prompts"),
-  (
-    "t5x.contrib.prompt_tuning.train",
-    r"prompt_tuning\.(masks|extended\.train\.ia3|train\.(layers|optim|partitioning|prompts|utils))",
-  ),
-)
+_STAND_INS = {
+  r"flaxformer\.architectures\.t5\.t5_architecture": "t5x.contrib.flaxformer",
+  r"flaxformer\.components\.(attention\.dense_attention|dense|embedding)": "t5x.contrib.flaxformer",
+  r"flaxformer\.components\.(layer_norm|relative_position_biases)": "t5x.contrib.flaxformer",
+  r"prompt_tuning\.prompts": "t5x.contrib.prompt_tuning.prompts",
+  r"prompt_tuning\.(masks|extended\.train\.ia3)": "t5x.contrib.prompt_tuning.train",
+  r"prompt_tuning\.train\.(layers|optim|partitioning|prompts|utils)": "t5x.contrib.prompt_tuning.train",
+}
 
 
 def stand_in_of(module: str) -> str | None:
@@ -174,7 +170,7 @@ def stand_in_of(module: str) -> str | None:
   Published gin files for T5X import them. Where flaxformer, which both packages need, is installed, gin files
   import the originals.
   """
-  found = next((ours for ours, regex in _STAND_INS if re.fullmatch(regex, module)), None)
+  found = next((ours for regex, ours in _STAND_INS.items() if re.fullmatch(regex, module)), None)
   return None if found and importlib.util.find_spec("flaxformer") else found
 
 

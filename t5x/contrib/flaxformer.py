@@ -26,7 +26,7 @@ class Part(types.SimpleNamespace):
   """
 
   names: str = ""
-  compared: tuple[str, ...] = ()
+  compared: str = ""
 
   def __init__(self, **arguments: Any):
     """Keeps the arguments, which have flaxformer's names; raises ValueError for an unknown one."""
@@ -39,7 +39,7 @@ class Part(types.SimpleNamespace):
   def __eq__(self, other: object) -> bool:
     """Returns whether the types and the arguments in `compared` are equal."""
     same_type = type(self) is type(other)
-    return same_type and all(getattr(self, n) == getattr(other, n) for n in self.compared)
+    return same_type and all(getattr(self, n) == getattr(other, n) for n in self.compared.split())
 
 
 class Embed(Part):
@@ -75,13 +75,7 @@ class MlpBlock(Part):
     "intermediate_dim use_bias activations kernel_init bias_init intermediate_dropout_rate "
     "final_dropout_rate intermediate_conv"
   )
-  compared = (
-    "intermediate_dim",
-    "activations",
-    "intermediate_dropout_rate",
-    "use_bias",
-    "intermediate_conv",
-  )
+  compared = "intermediate_dim activations intermediate_dropout_rate use_bias intermediate_conv"
   use_bias = False
   activations = ("relu",)
   intermediate_dropout_rate = 0.0
@@ -94,7 +88,7 @@ class MultiHeadDotProductAttention(Part):
   names = (
     "num_heads head_dim use_bias kernel_init bias_init broadcast_dropout dropout_rate k_conv v_conv"
   )
-  compared = ("num_heads", "head_dim", "dropout_rate", "use_bias", "k_conv", "v_conv")
+  compared = "num_heads head_dim dropout_rate use_bias k_conv v_conv"
   use_bias = False
   dropout_rate = 0.0
   k_conv = v_conv = None
