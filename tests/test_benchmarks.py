@@ -291,6 +291,7 @@ SCRIPTS = {
   "decode": "--size=tiny --batch-size=2 --lengths 16 4 --beams=1 --runs=1",
   "feed": "--books={folder}/*.md --vocab={folder}/m.model --seconds=0.1 --batch=2",
   "fusion_bytes": "{folder}/compiled/step.json --size=small",
+  "int8_products": "--rounds=1 --largest=512",
   "results_table": "{folder}",
   "serving": "--size=tiny --lengths 8 4 --requests=3 --rounds=1",
 }
