@@ -114,7 +114,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   have_quick_variant: set[str] = set()
   for item in items:
     function = item.nodeid.partition("[")[0]
-    if item.get_closest_marker("one_quick_variant") and not item.get_closest_marker("slow"):
+    marks = {mark.name for mark in item.iter_markers()}
+    if "one_quick_variant" in marks and not marks & {"slow", "gpu"}:
       if function in have_quick_variant:
         item.add_marker(pytest.mark.slow)
       have_quick_variant.add(function)

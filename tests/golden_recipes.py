@@ -57,6 +57,7 @@ INCLUDED_BEFORE = {
 }
 KINDS = ("models", "optimizers", "runs", "examples")
 RUNS = ("train", "evaluate", "infer", "precompile", "save")
+PARAMETERS = "parameters: "  # how the line about them begins
 SCHEDULE_STEPS = (0, 1_000, 10_000, 100_000, 1_010_000)
 _traced: dict[Any, dict[str, tuple[int, ...]]] = {}
 
@@ -66,8 +67,8 @@ def every_recipe() -> list[str]:
   return sorted(str(file.relative_to(RECIPES).with_suffix("")) for file in RECIPES.rglob("*.gin"))
 
 
-def golden_text(name: str) -> str:
-  """Returns the golden text of a recipe.
+def golden_text(name: str, with_parameters: bool = True) -> str:
+  """Returns the golden text of a recipe; without its parameters, nothing is traced.
 
   The text of a fragment has only what differs from the recipe before it, and the text of an example
   only what differs from its run with T5 1.1 base. Both always contain the parameters and the schedule.
@@ -82,10 +83,13 @@ def golden_text(name: str) -> str:
   elif name.startswith("examples/"):
     compared_with = ("models/t5_1_1/base", _run_of(name))
   known = set(_recipe_lines(*compared_with)) if compared_with else set()
-  *lines, parameters, schedule = _recipe_lines(*before, name)
+  *lines, schedule = _recipe_lines(*before, name)
   changed = [line for line in lines if line not in known]
   head = [f"as {' with '.join(compared_with)}"] if compared_with else []
-  return "\n".join([name, *(f"  {line}" for line in (*head, *changed, parameters, schedule))])
+  if with_parameters:
+    resolve(*before, name)
+    changed.append(f"{PARAMETERS}{_parameters_text()}")
+  return "\n".join([name, *(f"  {line}" for line in (*head, *changed, schedule))])
 
 
 def read_golden(file: pathlib.Path) -> dict[str, str]:
@@ -111,7 +115,7 @@ def _run_of(name: str) -> str:
 @functools.cache
 def _recipe_lines(*names: str) -> tuple[str, ...]:
   resolve(*names)
-  return (*_binding_lines(), f"parameters: {_parameters_text()}", f"schedule: {_schedule_text()}")
+  return (*_binding_lines(), f"schedule: {_schedule_text()}")
 
 
 def resolve(*names: str) -> None:
@@ -214,12 +218,16 @@ def shapes_of(model: Any, in_full: bool = False) -> dict[str, tuple[int, ...]]:
   Tracing 48 layers takes seconds. Unless `in_full` is set, only the first layer of each stack is
   traced, or the first period of layers with and without experts, and repeated for the others.
   """
-  # Dropout has no parameters. Without it, more configs are equal, and their models are traced once.
-  config = dataclasses.replace(model.module.config, dropout_rate=0.0)
+  config = model.module.config
   is_scanned = getattr(config, "scan_layers", False)
   fields = (f.name for f in dataclasses.fields(config))
   depths = {n: getattr(config, n) for n in fields if n.startswith("num_") and n.endswith("layers")}
-  if in_full or is_scanned:
+  if in_full:
+    return _trace_shapes(type(model), type(model.module), config)
+  # These settings have no parameters. Without them, more configs are equal, and tracing takes less time.
+  plain = {"dropout_rate": 0.0, "remat_policy": "none", "dtype": "float32"}
+  config = dataclasses.replace(config, **{n: x for n, x in plain.items() if hasattr(config, n)})
+  if is_scanned:
     return _trace_shapes(type(model), type(model.module), config)
   period = config.expert_layer_period if config.num_experts else 1
   shallow = dataclasses.replace(config, **{name: min(n, period) for name, n in depths.items()})

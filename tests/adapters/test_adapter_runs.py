@@ -123,7 +123,6 @@ def moved(found):
   path.with_name("moved").rename(path)
 
 
-@pytest.mark.slow
 def test_another_base_is_refused(found, adapted, moved):
   _, path, _ = found
   with pytest.raises(ValueError, match=r"its base .* is missing"):

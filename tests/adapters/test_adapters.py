@@ -129,10 +129,13 @@ def one_kernel(adapter, module, w, added):
 
 
 ADDED = ("kernel_scale", "lora_a", "lora_b", "dora_magnitude", "ia3_scaling")
-PAIRS = [("dora", "scanned"), ("ia3", "layers"), ("lora", "fused")]
-_SLOW = [(name, "layers") for name in ADAPTERS if (name, "layers") not in PAIRS]
-_SLOW += [("ia3", "scanned"), ("int8", "own output layer")]
-PAIRS += [pytest.param(*pair, marks=pytest.mark.slow) for pair in _SLOW]
+PAIRS = [
+  *((name, "layers") for name in ADAPTERS),
+  ("dora", "scanned"),
+  ("ia3", "scanned"),
+  ("lora", "fused"),
+  ("int8", "own output layer"),
+]
 
 
 @pytest.mark.slow
@@ -146,7 +149,7 @@ def test_merged_parameters_are_those_of_the_papers_formulas(name, layers):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(("name", "layers"), PAIRS)
 def test_loss_and_gradients_are_those_of_the_merged_parameters(name, layers):
   adapter, plain = ADAPTERS[name], make_model(**LAYERS[layers])
@@ -157,10 +160,10 @@ def test_loss_and_gradients_are_those_of_the_merged_parameters(name, layers):
   def loss_of(params):
     return model.loss_fn(params, BATCH, None)[0]
 
-  expected = plain.loss_fn(merged, BATCH, None)[0]
-  np.testing.assert_allclose(loss_of(params), expected, rtol=2e-5)
+  expected = jax.jit(plain.loss_fn)(merged, BATCH, None)[0]
+  np.testing.assert_allclose(jax.jit(loss_of)(params), expected, rtol=2e-5)
   grads, expected_grads = (
-    jax.tree_util.tree_leaves_with_path(jax.grad(fn, allow_int=True)(params))
+    jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(fn, allow_int=True))(params))
     for fn in (loss_of, lambda x: plain.loss_fn(oracle(adapter, x), BATCH, None)[0])
   )
   compared = 0

@@ -38,7 +38,7 @@ def check(path, family):
     np.testing.assert_allclose(found[0, ::3, ::5], expected, atol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_of_a_folder_are_those_of_transformers(family, tmp_path):
   write_folder(tmp_path, family)

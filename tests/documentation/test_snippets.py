@@ -17,7 +17,7 @@ import pytest
 import shell
 from inline_executor import InlineExecutor
 from snippets import PAGES, Snippet, read_snippets
-from user_files import TEXTS, continue_quickstart, copy_user_files, write_user_files
+from user_files import TEXTS, copy_user_files, run_quickstart, write_user_files
 
 from rosetta_t5.config.language.gin_internals import unregister
 from rosetta_t5.data import quickstart_data
@@ -60,6 +60,7 @@ LONG = (
   "rosetta-t5 serve",
   "http://127.0.0.1:8000",
   "python sweep.py",
+  "quickstart_finetune.gin",
   "load_stablehlo",
   "taught.jsonl",
   "samples.jsonl",
@@ -90,8 +91,8 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Pat
 
 
 @pytest.fixture(scope="module")
-def continued_quickstart(user_files: pathlib.Path) -> None:
-  continue_quickstart(user_files)
+def quickstart_run(user_files: pathlib.Path) -> None:
+  run_quickstart(user_files)
 
 
 def _register_stdlib_docs() -> None:
@@ -182,7 +183,7 @@ def test_the_snippets_of_a_page_pass_a_dry_run(page: str, run_page: Callable[...
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
-@pytest.mark.usefixtures("continued_quickstart")
+@pytest.mark.usefixtures("quickstart_run")
 def test_the_snippets_of_a_page_run(page: str, run_page: Callable[..., None]) -> None:
   run_page(page, dry=False)
 

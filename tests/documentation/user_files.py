@@ -48,9 +48,8 @@ cp -r google/flan-t5-small t5-v1_1-small
 ln -s flan-t5-small google/flan-t5-base
 ln -s flan-t5-small google/flan-t5-xl
 ln -s t5-v1_1-small t5-v1_1-base
-python -m t5x.train --gin_file=gin/examples/quickstart.gin --gin.train.train_eval_dataset_cfg=None \
-  --gin.train.infer_eval_dataset_cfg=None
 """
+_QUICKSTART = "python -m t5x.train --gin_file=gin/examples/quickstart.gin"
 _OWN_TEXT = """
 from __gin__ import dynamic_registration
 from rosetta_t5.data.tasks import stdlib_docs
@@ -88,19 +87,17 @@ def write_user_files(folder: pathlib.Path) -> None:
   shell.run_script(_CHECKPOINTS, folder, dry=False)
   _change_step(folder / "t5x_old", 1_000_000, is_legacy=True)
   _change_step(folder / "runs/pretrained", 1_000_000)
-  _change_step(folder / "quickstart/run", 1200)
   for run in ("ft", "squad", "wmt", "t5x"):
     shutil.copytree(folder / "runs/pretrained", folder / "runs" / run)
 
 
-def continue_quickstart(folder: pathlib.Path) -> None:
-  """Continues the quickstart's run, so that its last checkpoint has a position in the data."""
-  shell.run_script(
-    "python -m t5x.train --gin_file=gin/examples/quickstart.gin "
-    "--gin.utils.SaveCheckpointConfig.ignore_dataset_until=1200",
-    folder,
-    dry=False,
-  )
+def run_quickstart(folder: pathlib.Path) -> None:
+  """Writes the quickstart's run, whose last checkpoint has a position in the data."""
+  without = "--gin.train.train_eval_dataset_cfg=None --gin.train.infer_eval_dataset_cfg=None"
+  shell.run_script(f"{_QUICKSTART} {without}", folder, dry=False)
+  _change_step(folder / "quickstart/run", 1200)
+  position = "--gin.utils.SaveCheckpointConfig.ignore_dataset_until=1200"
+  shell.run_script(f"{_QUICKSTART} {position}", folder, dry=False)
 
 
 def copy_user_files(source: pathlib.Path, folder: pathlib.Path) -> None:

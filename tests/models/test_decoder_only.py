@@ -60,7 +60,7 @@ def logits_fn(is_prefix):
   return jax.jit(logits)
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_loss_and_scores_exclude_the_inputs(is_prefix):
   model = make(inputs_bidirectional_attention=is_prefix)
@@ -119,7 +119,7 @@ def greedy_by_teacher_forcing(is_prefix):
 GREEDY = functools.partial(decoding.temperature_sample, temperature=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("is_prefix", [True, False])
 def test_greedy_decodes_continue_inputs_of_different_lengths(is_prefix):
   model = make(decode_fn=GREEDY, inputs_bidirectional_attention=is_prefix)

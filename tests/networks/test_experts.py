@@ -92,7 +92,6 @@ def test_periods_choose_the_layers_that_have_experts(changes, layers):
     assert tuple(found) == expected
 
 
-@pytest.mark.slow
 def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_network():
   without_experts = Transformer(dataclasses.replace(EXPERTS, num_experts=0))
   dense, batch = variables(without_experts)["params"], make_batch()
@@ -154,7 +153,6 @@ def test_decoders_let_tokens_choose_two_experts_if_experts_choose_tokens_in_the_
   assert chosen["decoder", "auxiliary_loss"] > 0
 
 
-@pytest.mark.slow
 def test_the_loss_and_its_metrics_are_t5x_s():
   plain = make_model(Transformer(EXPERTS), z_loss=1e-3)
   params = variables(Transformer(EXPERTS))["params"]

@@ -155,12 +155,11 @@ def marks(family):
   return [pytest.mark.slow] * (family not in QUICK)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("kernel", "family"),
   [
-    *(("xla", family) for family in FAMILIES),
-    *(pytest.param("flash", family, marks=marks(family)) for family in FAMILIES),
+    *(pytest.param("xla", family, marks=marks(family)) for family in FAMILIES),
+    *(pytest.param("flash", family, marks=pytest.mark.slow) for family in FAMILIES),
   ],
 )
 def test_logits_equal_those_of_transformers(family, kernel):

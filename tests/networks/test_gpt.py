@@ -55,7 +55,7 @@ def decoded_logits(config, params, lengths):
   return np.asarray(run(params, INPUTS, jnp.asarray(lengths)))
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize(
   "config",
   [
@@ -77,7 +77,6 @@ def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher
     )
 
 
-@pytest.mark.slow
 def test_scanned_layers_equal_a_loop_over_layers():
   params = decoder_only_params(GPT)
   scanned = logits_of(GPT.replace(scan_layers=True, remat_policy="minimal", fuse_qkv_params=True))

@@ -85,7 +85,7 @@ def test_unscanned_layers_equal_plain_t5_including_dropout():
 SWITCHED = {"param_scan_axis": 0, "transpose_batch_sequence": True, "fuse_qkv_params": True}
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.parametrize("changes", [{}, SWITCHED])
 def test_scanned_layers_equal_unscanned_layers(changes):
   config = dataclasses.replace(SCANNED, **changes)

@@ -172,7 +172,7 @@ def test_any_three_settings_occur_together_in_the_table():
     assert met == set(itertools.product(*(SETTINGS[name] for name in names)))
 
 
-@pytest.mark.slow
+@pytest.mark.one_quick_variant
 @pytest.mark.usefixtures("_masks_injected")
 @pytest.mark.parametrize("row", FEW)
 def test_settings_do_not_change_the_numbers(row):

@@ -108,7 +108,6 @@ LAYOUTS = {
 QUICK = "counts of data, fsdp, tensor"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != QUICK)) for n in LAYOUTS]
 )
