@@ -16,11 +16,12 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from rosetta_t5.kernels.context_attention import context_attention
+from rosetta_t5.kernels.context_attention import context_attention, splits_heads
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments, Window
 from rosetta_t5.kernels.xla_attention import query_key_weights, xla_attention
-from rosetta_t5.parallel.mesh import CONTEXT_AXIS
+from rosetta_t5.parallel.axis_rules import count_parts
+from rosetta_t5.parallel.mesh import CONTEXT_AXIS, axis_names
 from rosetta_t5.parallel.placement import (
   constrain,
   context_shards,
@@ -294,7 +295,7 @@ def _row_lengths(segments_BT: Array) -> Array:
 def _run_flash(operands: Operands) -> Array:
   """Runs the kernel on each device's examples, heads and queries.
 
-  XLA cannot partition a Triton kernel. Devices that share a row gather its keys and values.
+  XLA cannot partition a Triton kernel. Devices that share a row exchange positions for heads, or gather keys.
   """
   q, k, _, bias, visible, _, softcap, _ = operands
   mesh, device = current().mesh, target_device()
@@ -314,6 +315,9 @@ def _run_flash(operands: Operands) -> Array:
   length = CONTEXT_AXIS if is_split else None
   spec, segments_spec = PartitionSpec(batch, length, heads), PartitionSpec(batch)
   bias_spec = None if bias is None else PartitionSpec(None, heads, length)
+  local_heads = k.shape[2] // count_parts(heads, mesh.shape)
+  if bias is not None and is_split and splits_heads(local_heads, context_shards()):
+    bias_spec = PartitionSpec(None, (*axis_names(heads), CONTEXT_AXIS))
   sharded = jax.shard_map(
     run,
     in_specs=(spec, spec, spec, bias_spec, segments_spec, segments_spec),

@@ -1,9 +1,13 @@
 """Fused attention of rows whose positions are split over devices ("context parallelism").
 
-Each device computes its own queries. It gathers the keys and values of the whole row for the forward pass,
-and again for the backward pass; in between it holds only its own part. With causality, the last queries of a
-row see the most keys. The devices therefore exchange queries, and hand the results back: device i of n
-computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:2407.21783, section 3.3.2).
+Devices exchange positions for heads: each computes the attention of whole rows for some of the heads
+(DeepSpeed-Ulysses, arXiv:2309.14509).
+
+If they cannot split the heads of keys, each device computes its own queries. It gathers the keys and values of
+the whole row for the forward pass, and again for the backward pass; in between it holds only its own part. With
+causality, the last queries of a row see the most keys. The devices therefore exchange queries, and hand the
+results back: device i of n computes the parts i and 2n − 1 − i of the row's 2n parts (Llama 3, arXiv:2407.21783,
+section 3.3.2).
 """
 
 from __future__ import annotations
@@ -37,12 +41,17 @@ def context_attention(
     q_BTHK: this device's queries.
     k_BSGK: this device's keys.
     v_BSGK: this device's values.
-    bias_1HTS: the rows of the bias for this device's queries, for all keys.
+    bias_1HTS: the bias of this device's queries for all keys; if heads are split, that of its heads.
     segments: those of all queries and all keys.
     axis: the mesh axis that splits the positions.
     options: what else is computed.
   """
   devices, length = jax.lax.axis_size(axis), q_BTHK.shape[1]
+  if splits_heads(k_BSGK.shape[2], devices):
+    exchange = functools.partial(jax.lax.all_to_all, axis_name=axis, tiled=True)
+    of_heads = (exchange(x, split_axis=2, concat_axis=1) for x in (q_BTHK, k_BSGK, v_BSGK))
+    o_BTHK = flash_attention.flash_attention(*of_heads, bias_1HTS, segments, options)
+    return exchange(o_BTHK, split_axis=1, concat_axis=2)
   # A bias is as large as the logits and would have to be exchanged too.
   is_balanced = options.causal and bias_1HTS is None and length % 2 == 0
   if is_balanced:
@@ -59,6 +68,11 @@ def context_attention(
   )
   o_BTHK = _attend(axis, options, q_BTHK, k_BSGK, v_BSGK, bias_1HTS, of_device)
   return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
+
+
+def splits_heads(kv_heads: int, devices: int) -> bool:
+  """Returns whether each of the devices that share a row computes all its positions for some of the heads."""
+  return kv_heads % devices == 0
 
 
 def parts_of_devices(devices: int) -> np.ndarray:

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from rosetta_t5.kernels.context_attention import splits_heads
 from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import (
   BATCH_AXES,
@@ -122,13 +123,20 @@ def _input_collectives(
     # A fused kernel gathers keys and values again for the backward pass, and so does rematerialization.
     why, forward, is_flash = "keys", 1 + (work.policy != "none"), work.attention_kernel == "flash"
     gathers = forward + is_flash
+    other, passes = matmul.operands[1 - side], (forward + 1) * part.layers
+    is_query = work.activations and not work.activations.is_pair(other)
+    queries = 2 * passes * layout.bytes_of(other, work.examples) if is_query else 0.0
+    if gathered and is_flash and _splits_heads(operand, work, gathered):
+      # Devices exchange positions for heads, and outputs back; likewise their gradients.
+      keys = passes * layout.bytes_of(operand, work.examples)
+      yield Collective(ALL_TO_ALL, gathered, keys, "keys")
+      yield Collective(ALL_TO_ALL, gathered, queries, "queries")
+      return
     if gathered and is_flash and _is_causal(work):
-      # So that all devices have equal work, each sends half of its queries and of its outputs, and of their
-      # gradients; of two devices, each keeps one half.
-      halves = (forward + 1) * (1 if work.shards(gathered) == 2 else 2)
-      queries = layout.bytes_of(matmul.operands[1 - side], work.examples)
-      if work.activations and not work.activations.is_pair(matmul.operands[1 - side]):
-        yield Collective(PERMUTE, gathered, halves * part.layers * queries, "queries")
+      # So that all devices have equal work, each sends its queries and its outputs, and their gradients; of two
+      # devices, each keeps one half.
+      sent = queries / 2 if work.shards(gathered) == 2 else queries
+      yield Collective(PERMUTE, gathered, sent, "queries")
   elif set(gathered) & set(layout.contracted_axes(matmul, side)):
     # XLA gathers an input that is split along features for each matmul, and again for its gradient.
     gathers = 2 * len(readers)
@@ -200,6 +208,12 @@ def _before_broadcast(value: Value) -> Value:
   while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
     value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
   return value
+
+
+def _splits_heads(keys: Value, work: Workload, axes: tuple[str, ...]) -> bool:
+  """Returns whether the devices that share a row split its heads in attention (`kernels.context_attention`)."""
+  heads = math.prod(size for dim in keys.dims for name, size in dim if name == "heads")
+  return splits_heads(heads // work.shards((MODEL_AXIS,)), work.shards(axes))
 
 
 def _is_causal(work: Workload) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import types
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_collectives import collectives
 from jax.flatten_util import ravel_pytree
 from planned_work import planned_work
 from scalable_trees import scalable
@@ -86,7 +86,8 @@ CASES = {
   "GPT": (GPT_16, {}, {}, CONTEXT),
   "GPT, flash": (GPT_16, FLASH, {}, CONTEXT),
   "rotary, flash, parts of one position": (ROTARY, FLASH, {}, {"data": 1, "context": 8}),
-  "rotary, flash, balanced": (ROTARY, FLASH, {}, CONTEXT),
+  "rotary, flash": (ROTARY, FLASH, {}, CONTEXT),
+  "rotary, flash, two heads of keys": (ROTARY, {"num_kv_heads": 2, **FLASH}, {}, CONTEXT),
   "rotary, scan, full": (
     ROTARY,
     {"scan_layers": True, "remat_policy": "full", **FLASH},
@@ -168,17 +169,25 @@ def test_lower_precision_differs_from_one_device_by_rounding_only(fp8):
 
 
 @pytest.mark.slow
-def test_the_bytes_of_queries_that_are_exchanged_are_those_of_the_plan():
-  model, params, batch, mesh = make_case("rotary, flash, balanced")
+@pytest.mark.parametrize(
+  ("name", "kind"),
+  [
+    ("rotary, flash", "all-to-all"),
+    ("rotary, flash, two heads of keys", "collective-permute"),
+    ("T5, flash", "all-to-all"),
+  ],
+)
+def test_the_bytes_that_attention_exchanges_are_those_of_the_plan(name, kind):
+  model, params, batch, mesh = make_case(name)
   partitioner = PjitPartitioner(mesh=mesh)
   gradient = jax.grad(lambda params, batch: model.loss_fn(params, batch, None)[0])
   program = partitioner.partition(gradient, (None, partitioner.data_partition_spec), None)
   text = program.lower(params, batch).compile().as_text()
-  shapes = re.findall(r"= f32\[([\d,]+)\]\S* collective-permute\(", text)
-  lengths, shape = {"decoder": LENGTH}, partitioner.mesh.shape
-  work = planned_work(model.network_config, lengths, 1, shape, partitioner)
-  planned = [each.size for each in step_collectives(work) if each.kind == "collective-permute"]
-  sent = sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes)
+  _, sent = collectives(text, partitioner.mesh)[kind, ("context",)]
+  config, shape = model.module.config, partitioner.mesh.shape
+  lengths = {side: LENGTH for side in ("encoder", "decoder") if f"{side}_positions" in batch}
+  work = planned_work(config, lengths, 1, shape, partitioner)
+  planned = [each.size for each in step_collectives(work) if each.kind == kind]
   assert sum(planned) == sent
 
 
