@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 _HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it
+_FLOAT32, _DT_FLOAT = struct.Struct("<f"), 1  # DT_FLOAT is TensorFlow's number of the type
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
@@ -238,11 +239,16 @@ def _scalar_of(value: Any) -> float | None:
     return float(value.simple_value)
   if kind != "tensor":
     return None
-  if len(value.tensor.float_val) == 1:  # faster than an array
-    return float(value.tensor.float_val[0])
+  # A float32 is read directly, in its two forms: an array for each would take three times as long.
+  tensor = value.tensor
+  content = tensor.tensor_content
+  if tensor.dtype == _DT_FLOAT and len(content) == _FLOAT32.size:
+    return float(_FLOAT32.unpack(content)[0])
+  if len(tensor.float_val) == 1:
+    return float(tensor.float_val[0])
   from tensorboard.util.tensor_util import make_ndarray
 
-  array = make_ndarray(value.tensor)
+  array = make_ndarray(tensor)
   return float(array.item()) if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
