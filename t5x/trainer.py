@@ -161,10 +161,12 @@ def _train_step_of_functions(
   loss_fn: Any,
   learning_rate_fn: Any,
   num_microbatches: int | None = None,
+  microbatches_at_once: int = 1,
   weight_metrics: Any = None,
   pad_id: int = 0,
 ) -> tuple[Any, Metrics]:
-  del pad_id  # the model has it
+  # The model has `pad_id`. T5X's functions compute one microbatch after the other.
+  del pad_id, microbatches_at_once
   return train_with_lr(
     state,
     batch,

@@ -140,7 +140,7 @@ class Plan:
 
   @property
   def microbatches(self) -> int:
-    """The number of microbatches of a step."""
+    """The number of microbatches whose arrays exist one after the other."""
     return self.trainer_settings.get("num_microbatches") or 1
 
   @property
@@ -209,15 +209,16 @@ def _mesh_rows(plan: Plan) -> Rows:
 def _batch_rows(plan: Plan) -> Rows:
   if plan.dataset_cfg is None:
     return []
-  size, parts = plan.dataset_cfg.batch_size, plan.microbatches
+  size = plan.dataset_cfg.batch_size
+  parts = plan.microbatches * plan.trainer_settings.get("overlapping_parts", 1)
   check_batch_size(size, plan.mesh)
   if plan.is_training and plan["model"]:
     # Where rows cannot be split, predictions are computed for whole rows.
     check_row_lengths(plan.lengths, plan.mesh)
   if size % parts:
     raise ValueError(
-      f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches = {parts}: "
-      "change one of the two"
+      f"the batch size {size} must be a multiple of trainer.Trainer.num_microbatches × overlapping_parts = {parts}: "
+      "change one of them"
     )
   text = f"{size} examples, {size / count_batch_shards(plan.mesh):g} per device along data"
   if parts > 1:

@@ -38,6 +38,7 @@ def train_step(
   loss_fn: LossFn,
   learning_rate_fn: Callable[[Int[Array, ""]], Float[Array, ""]],
   num_microbatches: int | None = None,
+  microbatches_at_once: int = 1,
   weight_metrics: Callable[[PyTree, State, State], Metrics] | None = None,
   pad_id: int = 0,
 ) -> tuple[State, Metrics]:
@@ -50,12 +51,13 @@ def train_step(
     loss_fn: loss_fn(params, batch, dropout_rng) → (loss, metrics).
     learning_rate_fn: the schedule, called with the number of completed steps.
     num_microbatches: the number of parts that the batch is split into; their gradients are summed.
+    microbatches_at_once: how many of them the program computes side by side.
     weight_metrics: called with gradients, old and new state; returns additional metrics.
     pad_id: see `accumulate_gradients`.
   """
   learning_rate, rng = learning_rate_fn(state.step), jax.random.fold_in(rng, state.step)
   arguments = (loss_fn, state, batch, rng, num_microbatches, pad_id)
-  grads, loss, metrics, mutables = accumulate_gradients(*arguments)
+  grads, loss, metrics, mutables = accumulate_gradients(*arguments, microbatches_at_once)
   grads = with_common_factor(grads)
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
@@ -112,6 +114,7 @@ def accumulate_gradients(
   dropout_rng: jax.Array,
   num_microbatches: int | None = None,
   pad_id: int = 0,
+  microbatches_at_once: int = 1,
 ) -> tuple[PyTree, Float[Array, ""], Metrics, PyTree]:
   """Returns the gradients of the trained parameters, the loss, the metrics and the new mutable collections.
 
@@ -147,7 +150,9 @@ def accumulate_gradients(
   }
   zeros = jax.tree.map(jnp.zeros_like, trained)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
-  (grads, loss, mutables, _), stacked = jax.lax.scan(add_microbatch, carry, parts)
+  (grads, loss, mutables, _), stacked = jax.lax.scan(
+    add_microbatch, carry, parts, unroll=microbatches_at_once
+  )
   # A metric without arrays, such as a duration that is set after the step, cannot be reduced.
   metrics = {n: x.reduce() if jax.tree.leaves(x) else x for n, x in stacked.items()}
   return grads, loss, metrics_lib.set_step_metrics_num_steps(metrics, 1), mutables

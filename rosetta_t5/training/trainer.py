@@ -237,6 +237,7 @@ class Trainer(BaseTrainer):
     num_microbatches: NonNegative | None,
     weight_metrics_computer: Any = None,
     extra_writers: Sequence[MakeWriter] = (),
+    overlapping_parts: int = 1,
   ):
     """Builds a trainer; `BaseTrainer` describes the arguments that are not listed here.
 
@@ -253,9 +254,12 @@ class Trainer(BaseTrainer):
       weight_metrics_computer: an object whose `compute_metrics(gradients, old_train_state,
         new_train_state)` returns additional metrics.
       extra_writers: metric writers besides TensorBoard, such as `[@trackers.WandbWriter]`.
+      overlapping_parts: into how many parts each microbatch is split further. All of them are computed at
+        once, so that collectives of one overlap with matmuls of another.
     """
     self._learning_rate_fn = learning_rate_fn
-    self._num_microbatches = num_microbatches
+    self._num_microbatches = (num_microbatches or 1) * overlapping_parts
+    self._overlapping_parts = overlapping_parts
     self._weight_metrics_computer = weight_metrics_computer
     super().__init__(
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng, extra_writers
@@ -264,7 +268,7 @@ class Trainer(BaseTrainer):
   @property
   def num_microbatches(self) -> int:
     """The number of parts that a batch is split into."""
-    return self._num_microbatches or 1
+    return self._num_microbatches
 
   @functools.cached_property
   def _partitioned_train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
@@ -274,6 +278,7 @@ class Trainer(BaseTrainer):
       loss_fn=self._model.loss_fn,
       learning_rate_fn=self._learning_rate_fn,
       num_microbatches=self._num_microbatches,
+      microbatches_at_once=self._overlapping_parts,
       weight_metrics=computer.compute_metrics if computer is not None else None,
       pad_id=self._model.pad_id,
     )

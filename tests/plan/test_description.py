@@ -102,11 +102,12 @@ def test_a_check_asks_jax_for_no_device(check, monkeypatch):
 def test_microbatches_and_model_parallelism_are_described(check):
   arguments = (
     "--gin.trainer.Trainer.num_microbatches=2",
+    "--gin.trainer.Trainer.overlapping_parts=2",
     "--gin.partitioning.PjitPartitioner.num_partitions=2",
   )
   rows = check(*arguments)[1]
   assert rows["mesh"] == "data 2 × model 2 on 4 devices"
-  assert rows["batch"] == "16 examples, 8 per device along data, in 2 microbatches of 8"
+  assert rows["batch"] == "16 examples, 8 per device along data, in 4 microbatches of 4"
   assert "params 1.0" in rows["memory"]
 
 

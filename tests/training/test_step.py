@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -39,19 +40,20 @@ def rate(step):
   return 0.1 / (step + 1)
 
 
-def gradients(num_microbatches):
+def gradients(**options):
   """Returns gradients, loss and the metrics' values of a T5 for BATCH."""
   model = make_model(Transformer(T5_1_1), z_loss=1e-4)
-  run = functools.partial(accumulate_gradients, model.loss_fn, num_microbatches=num_microbatches)
+  run = functools.partial(accumulate_gradients, model.loss_fn, **options)
   grads, loss, metrics, _ = jax.jit(run)(make_state(Transformer(T5_1_1)), BATCH, KEY)
   timed = set_time_metrics_duration(metrics, 2.0)
   return grads, loss, {name: float(metric.compute()) for name, metric in timed.items()}
 
 
 @pytest.mark.slow
-def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step():
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_microbatches_sum_to_the_whole_batch_and_count_as_one_step(at_once):
   whole_grads, whole_loss, whole_metrics = gradients(num_microbatches=None)
-  grads, loss, metrics = gradients(num_microbatches=4)
+  grads, loss, metrics = gradients(num_microbatches=4, microbatches_at_once=at_once)
   largest = max(float(jnp.max(jnp.abs(grad))) for grad in jax.tree.leaves(whole_grads))
   compare = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6 * largest)
   jax.tree.map(compare, grads, whole_grads)
@@ -94,6 +96,18 @@ def test_a_mean_without_weights_excludes_the_padding_of_the_network():
     return float(jax.jit(run, static_argnums=3)(state, batch, KEY, num_microbatches)[1])
 
   assert loss(5, 4) == pytest.approx(loss(0, None), rel=1e-5)
+
+
+@pytest.mark.parametrize(("at_once", "is_loop"), [(1, True), (2, True), (4, False)])
+def test_a_program_can_compute_all_microbatches_without_a_loop(at_once, is_loop):
+  def run(state):
+    loss_fn = make_model(Bigram()).loss_fn
+    return accumulate_gradients(loss_fn, state, BATCH, KEY, 4, microbatches_at_once=at_once)
+
+  text = jax.jit(run).lower(make_state(Bigram())).as_text()
+  # Other loops compute random numbers and merge metrics.
+  carries_gradients = re.compile(r"stablehlo\.while.*tensor<\d+x\d+xf32>")
+  assert any(map(carries_gradients.search, text.splitlines())) == is_loop
 
 
 def test_number_of_microbatches_must_divide_the_batch():

@@ -113,7 +113,8 @@ def test_state_keeps_its_sharding(make_trainer):
 
 
 def test_microbatches_and_compiling_ahead_do_not_change_the_result(make_trainer):
-  plain, ahead = make_trainer(), make_trainer(num_microbatches=2)
+  plain, ahead = make_trainer(), make_trainer(num_microbatches=2, overlapping_parts=2)
+  assert ahead.num_microbatches == 4
   ahead.compile_train(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCHES[0]))
   for trainer in (plain, ahead):
     trainer.train(iter(BATCHES), 2).result()
