@@ -72,7 +72,8 @@ class BaseModel(abc.ABC):
   @property
   def pad_id(self) -> int:
     """The token that is padding, by the network's config; 0 if it does not say."""
-    return int(setting_of(self.network_config, "pad_id"))
+    token = setting_of(self.network_config, "pad_id")
+    return token if isinstance(token, int) else 0  # T5X's tests pass mocks of networks
 
   @property
   def has_experts(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,11 @@ def test_a_decode_function_that_names_initial_index_receives_a_prefilled_cache()
   np.testing.assert_array_equal(given["initial_index"], [2, 1])
   embedder = given["cache"]["decoder"]["position_embedder"]
   np.testing.assert_array_equal(embedder["position_embedder_index"], [2, 1])
+
+
+def test_a_model_whose_module_is_a_mock_pads_with_0():
+  """T5X's own tests have such models."""
+  assert without_init(EncoderDecoderModel, module=mock.Mock()).pad_id == 0
 
 
 def test_a_decoder_only_module_is_prefilled_by_keyword():
