@@ -202,7 +202,7 @@ BAD_INPUT = {
   ),
   "batch that does not divide into microbatches": (
     "trainer.Trainer.num_microbatches=3",
-    r"trainer.Trainer.num_microbatches must divide the batch of 8 examples, got 3. Change one",
+    r"the batch of 8 examples must be a multiple of trainer.Trainer.num_microbatches × overlapping_parts = 3",
   ),
   "partitions that do not divide the devices": (
     "partitioning.PjitPartitioner.num_partitions=3",

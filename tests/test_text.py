@@ -397,7 +397,7 @@ def test_an_output_of_another_input_is_not_changed(model_dir, rows_file, tmp_pat
     ),
   ],
 )
-def test_a_broken_line_is_reported_after_the_batches_before_it(
+def test_a_broken_line_is_reported_after_the_sorted_batches_before_it(
   echo_model, tmp_path, capfd, broken, message
 ):
   path = tmp_path / "rows.jsonl"

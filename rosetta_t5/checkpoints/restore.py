@@ -111,7 +111,8 @@ def restore_train_state(
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
   restored |= _initialize_missing(restored, train_state, shardings)
-  adapter_checkpoints.check_base(path, adapter_fact(path), restored)
+  if not transformations:  # They may change the base's values.
+    adapter_checkpoints.check_base(path, adapter_fact(path), restored)
   return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
 
 

@@ -21,7 +21,7 @@ LENGTHS = ("input_length", "output_length")
 # The options that only --input has, and those that control what predictions may contain.
 OPTIONS = ("adapter", "template", "targets", "output", "num_decodes", "n_best", *LENGTHS)
 NEEDS_TEMPLATE = "have columns: give the model's input, such as --template 'question: {question} context: {context}'"
-# How many batches have their rows sorted by length; one on standard input, where each answer may be waited for.
+# Rows of this many batches are sorted by length. Those of standard input are not: somebody may wait for each answer.
 _BATCHES = 8
 DECODING_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "bad_word")
 

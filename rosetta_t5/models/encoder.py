@@ -57,7 +57,7 @@ class DualEncoderModel(EncoderDecoderModel):
   target with all inputs: the cross-entropy of the cosine similarities, divided by a temperature, in both
   directions (Ni et al. 2021, "Large Dual Encoders Are Generalizable Retrievers", section 3; T5X Retrieval's
   `DualEncoderModel`). Both texts go through the same encoder, and their vectors are means over tokens.
-  The decoder's parameters stay as they are, so that the run converts to any format.
+  The decoder, which gets no gradient, is kept so that the run converts to any format; it predicts nothing.
   """
 
   def __init__(
@@ -110,10 +110,12 @@ class DualEncoderModel(EncoderDecoderModel):
     sides = ("encoder_input_tokens", "decoder_target_tokens")
     rngs = jax.random.split(dropout_rng) if dropout_rng is not None else (None, None)
     a_BD, b_BD = (_embed(self, params, batch[n], r) for n, r in zip(sides, rngs, strict=True))
+    squares = (jnp.sum(jnp.square(x), axis=1, keepdims=True) for x in (a_BD, b_BD))
+    # Unlike a norm's, this gradient is finite for rows of padding, which complete an evaluation's last batch.
     a_BD, b_BD = (
-      x / jnp.maximum(jnp.linalg.norm(x, axis=1, keepdims=True), 1e-6) for x in (a_BD, b_BD)
+      x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
+      for x, square in zip((a_BD, b_BD), squares, strict=True)
     )
-    # Rows of padding complete the last batch of an evaluation.
     real_B = jnp.any(batch["decoder_target_tokens"] != self.pad_id, axis=1).astype(jnp.float32)
     logits_BB = jnp.where(jnp.outer(real_B, real_B) > 0, a_BD @ b_BD.T / self._temperature, -1e9)
     own_B = jnp.arange(len(logits_BB))
@@ -123,6 +125,14 @@ class DualEncoderModel(EncoderDecoderModel):
     loss = (one_way + other_way) / 2
     segments = self._segment_ids(batch)
     return loss, compute_base_metrics(logits_BB, own_B, real_B, loss, segment_ids=segments)
+
+  def predict_batch_with_aux(self, *args: Any, **kwargs: Any) -> Any:
+    """Raises ValueError, because the decoder is not trained."""
+    raise ValueError("a DualEncoderModel predicts no text: use `rosetta-t5 embed`")
+
+  def score_batch(self, *args: Any, **kwargs: Any) -> Any:
+    """Raises ValueError, because the decoder is not trained."""
+    raise ValueError("a DualEncoderModel scores no text: use `rosetta-t5 embed`")
 
 
 def _embed(

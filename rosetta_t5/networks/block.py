@@ -25,9 +25,6 @@ from rosetta_t5.networks.layers.positions import RelativePositionBiases
 from rosetta_t5.networks.layers.stack import LayerInputs
 from rosetta_t5.parallel.placement import constrain
 
-# Elements. A larger bias is computed again in each decoding step, which reads one of its rows.
-_MAX_STORED_BIAS = 2**22
-
 
 class Block(nn.Module):
   """A layer: attention and a feed-forward block, each between a norm and a residual connection.
@@ -186,6 +183,6 @@ def relative_bias(
   )
   bias = biases(length, length, side == "encoder")
   is_stored = module.is_mutable_collection(PRECOMPUTED) and not module.is_initializing()
-  if inputs.decode and is_stored and bias.size <= _MAX_STORED_BIAS:
+  if inputs.decode and is_stored:
     module.put_variable(PRECOMPUTED, "relative_bias", bias)
   return bias

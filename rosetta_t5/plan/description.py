@@ -140,7 +140,7 @@ class Plan:
 
   @property
   def microbatches(self) -> int:
-    """The number of microbatches whose arrays exist one after the other."""
+    """The number of microbatches that are computed one after another."""
     return self.trainer_settings.get("num_microbatches") or 1
 
   @property
@@ -264,7 +264,7 @@ def _step_rows(plan: Plan) -> Rows:
 
 
 def _memory_rows(plan: Plan) -> Rows:
-  """Returns rows about FLOPs and memory; one names `plan` if a training step needs more memory than a GPU has."""
+  """Returns rows about FLOPs and memory; the last recommends `plan` if a step needs more memory than a GPU has."""
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   if plan.is_training:

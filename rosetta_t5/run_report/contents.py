@@ -140,8 +140,8 @@ def _task(group: str) -> str:
 def summary_row(run: Run) -> dict[str, str]:
   """Returns the run's row of the table of runs, as {column: text}.
 
-  The columns are those of the tables in NVIDIA's T5X: model size, GPUs, speed, estimated time and scores. What
-  the run did not record is UNKNOWN.
+  The columns are tags, notes, and those of the tables in NVIDIA's T5X: model size, GPUs, speed, estimated time and
+  scores. What the run did not record is UNKNOWN.
   """
   setup, mesh, computes = run.setup, run.setup.get("mesh"), dict(run.header).get("computes", "")
   # T5X records no setup, but both rates, whose ratio is the number of devices.

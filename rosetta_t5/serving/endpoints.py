@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.serving import api, fields
 from rosetta_t5.serving.engine import RequestError
+from rosetta_t5.serving.programs import BATCH_SIZES
 from rosetta_t5.serving.served_model import Piece, ServedModel
 from rosetta_t5.user_errors import reason_of
 
@@ -124,7 +125,7 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      found = await _in_turns(lambda prompt: model.beams(prompt, asked.n), asked.prompts)
+      found = await _in_groups(lambda prompt: model.beams(prompt, asked.n), asked.prompts)
       best = enumerate(itertools.chain.from_iterable(found))
       choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
@@ -142,7 +143,7 @@ class Endpoints:
     model, given = await self._read(request, fields.EMBEDDING, "input")
     _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
-    vectors = await _in_turns(model.embed, prompts)
+    vectors = await _in_groups(model.embed, prompts)
     kind = given.get("encoding_format", "float")
     shown = enumerate(api.encode_vector(vector, kind) for vector in vectors)
     data = [{"object": "embedding", "index": index, "embedding": x} for index, x in shown]
@@ -157,7 +158,7 @@ class Endpoints:
       raise RequestError(text, "targets")
     prompts = await asyncio.to_thread(api.encode_all, inputs, model, "inputs")
     ends = await asyncio.to_thread(lambda: [*map(model.encode_target, targets)])
-    rows = await _in_turns(model.score, prompts, ends)
+    rows = await _in_groups(model.score, prompts, ends)
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
     scores = [sum(token["logprob"] for token in row) for row in tokens]
     return _listed(model, prompts, sum(map(len, rows)), scores=scores, tokens=tokens)
@@ -186,11 +187,12 @@ def _check_encoder(model: ServedModel, consequence: str) -> None:
     raise RequestError(f"model {model.name} has no encoder, so it {consequence}", "model")
 
 
-async def _in_turns(call: Callable[..., Any], *columns: Any) -> list[Any]:
-  """Returns the results of calls, of which a few are made at a time, because they share the model's queue."""
+async def _in_groups(call: Callable[..., Any], *columns: Any) -> list[Any]:
+  """Returns the results of calls, of which as many are made at a time as one batch has."""
   rows, found = [*zip(*columns, strict=True)], list[Any]()
-  for start in range(0, len(rows), 8):
-    tasks = [asyncio.create_task(call(*row)) for row in rows[start : start + 8]]
+  for start in range(0, len(rows), BATCH_SIZES[-1]):
+    group = rows[start : start + BATCH_SIZES[-1]]
+    tasks = [asyncio.create_task(call(*row)) for row in group]
     try:
       found += await asyncio.gather(*tasks)
     finally:  # After an error, nobody waits for the others.
@@ -220,8 +222,8 @@ async def _events(
   """Yields the events of a stream. An error after its beginning is one of them."""
   usage = {"usage": None} if asked.has_usage else {}
   try:
-    yield _event(JSONResponse(asked.answer([asked.choice(*first)], **usage)))
     async with contextlib.aclosing(rest):
+      yield _event(JSONResponse(asked.answer([asked.choice(*first)], **usage)))
       async for each in rest:
         yield _event(JSONResponse(asked.answer([asked.choice(*each)], **usage)))
     if asked.has_usage:

@@ -19,12 +19,12 @@ from rosetta_t5.serving.programs import BATCH_SIZES, Programs, Request
 
 _COUNTS = ("requests_refused", "requests_cancelled", "prefix_hits", "steps", "tokens_generated")
 
-# Of the whole process. After the start, nothing is compiled.
-_of_process = {"compilations_total": 0}
+# Compilations in this process; there are none after the start.
+_process_counts = {"compilations_total": 0}
 
 
 def _count_compilation(event: str, duration_secs: float, **_: str | int) -> None:
-  _of_process["compilations_total"] += event == "/jax/core/compile/backend_compile_duration"
+  _process_counts["compilations_total"] += event == "/jax/core/compile/backend_compile_duration"
 
 
 jax.monitoring.register_event_duration_secs_listener(_count_compilation)
@@ -122,7 +122,7 @@ class Engine:
     return {
       "requests_waiting": len(self._waiting),
       "requests_running": len(self._running),
-      **_of_process,
+      **_process_counts,
       **{f"{name}_total": count for name, count in self._counts.items()},
     }
 

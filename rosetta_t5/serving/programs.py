@@ -30,7 +30,7 @@ PyTree = Any
 BATCH_SIZES = (1, 4)  # The numbers of requests whose inputs are computed together.
 NUM_BEAMS = 4
 CALLS = ("beams", "score", "attention", "embed")
-_NO_SLOT = np.iinfo(np.int32).max  # That of `_FILLER`.
+_NO_SLOT = np.iinfo(np.int32).max  # The slot of a filler, which nothing is written to.
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +59,7 @@ class Request:
   is_cancelled: bool = False
 
 
-_FILLER = Request()  # It fills up a batch.
+_FILLER = Request()  # fills up a batch
 
 
 class Programs:

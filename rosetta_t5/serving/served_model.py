@@ -103,16 +103,17 @@ class ServedModel:
     """Returns the tokens of a prompt, or checks those given.
 
     Raises:
-      RequestError: there are too many tokens, unknown ones, or the padding token is one of those given.
+      RequestError: there are too many tokens, unknown ones, or one of a decoder's is padding.
     """
     vocabulary = self._inputs_vocabulary
     if isinstance(prompt, str):
       tokens = [*getattr(vocabulary, "begin_ids", []), *vocabulary.encode(prompt)]
       return self._checked([*tokens, *[vocabulary.eos_id] * self._inputs_end], field)
-    size, pad_id = vocabulary.vocab_size, self._model.pad_id
-    if wrong := [token for token in prompt if token == pad_id or not 0 <= token < size]:
-      expected = f"tokens are from 0 to {size - 1}, without {pad_id}, the padding"
-      raise RequestError(f"{field} has token {wrong[0]}, but {expected}", field)
+    size = vocabulary.vocab_size
+    if wrong := [token for token in prompt if not 0 <= token < size]:
+      raise RequestError(
+        f"{field} has token {wrong[0]}, but tokens are from 0 to {size - 1}", field
+      )
     return self._checked(list(prompt), field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -135,7 +136,7 @@ class ServedModel:
     Raises:
       RequestError: there are too many.
     """
-    tokens, most = [*self._vocabulary.encode(text)], self.output_length - must_end
+    tokens, most = [*self._vocabulary.encode(text)], self.output_length - int(must_end)
     if len(tokens) > most:
       raise RequestError(f"{field} must have at most {most} tokens, got {len(tokens)}", field)
     return [*tokens, *[self._vocabulary.eos_id] * must_end]
@@ -146,6 +147,10 @@ class ServedModel:
         f"{field} must have 1 to {self.input_length} tokens, got {len(tokens)}: give a text of another "
         "length, or start the server with a larger --input_length",
         field,
+      )
+    if not self.has_encoder and self._model.pad_id in tokens:
+      raise RequestError(
+        f"{field} has the token of padding, {self._model.pad_id}: leave it out", field
       )
     return tokens
 
@@ -194,7 +199,7 @@ class ServedModel:
         streams[index].tokens += [int(output.token)] * (not is_end)
         new[index].append(self._token(output, texts[index][1]))
         text, reason = "", None
-        if is_stream or stop or is_last:  # Each time, all tokens are decoded.
+        if is_stream or stop or is_last:  # `advance` decodes all tokens again.
           text, has_stopped = streams[index].advance(is_last)
           if is_last or has_stopped:
             reason = "stop" if is_end or has_stopped else "length"

@@ -125,9 +125,10 @@ class MlflowWriter(_Tracker):
   def close(self) -> None:
     """Ends the run with training, and stores its last checkpoint if that was asked for."""
     if self._name == "train":
+      found = os.listdir(self._folder) if self._log_checkpoint else []
       # Other names are those of checkpoints that are being written or deleted.
-      names = [n for n in os.listdir(self._folder) if re.fullmatch(r"checkpoint_\d+", n)]
-      for name in sorted(names, key=lambda name: int(name[11:]))[-1:] * self._log_checkpoint:
+      names = [name for name in found if re.fullmatch(r"checkpoint_\d+", name)]
+      for name in sorted(names, key=lambda name: int(name[11:]))[-1:]:
         path = os.path.join(self._folder, name)
         self._mlflow.log_artifacts(path, name, run_id=self.run_id)
       self._mlflow.MlflowClient().set_terminated(self.run_id)

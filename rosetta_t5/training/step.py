@@ -62,7 +62,8 @@ def train_step(
   about_loss = {"loss": _step_loss(loss, *arguments)} if uses_loss(state) else {}
   new_state = state.apply_gradient(grads, learning_rate, flax_mutables=mutables, **about_loss)
   metrics |= learning_rate_metrics(learning_rate)
-  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, squares := square_sums(grads))
+  squares = square_sums(grads)
+  metrics[FIRST_NONFINITE] = FirstNonFinite.of(state.step, loss, squares)
   metrics[GRADIENT_NORM] = metrics_lib.AveragePerStep(total=jnp.sqrt(sum(squares)))
   metrics |= weight_metrics(_of_all(grads, state), state, new_state) if weight_metrics else {}
   return new_state, metrics
@@ -133,8 +134,8 @@ def accumulate_gradients(
   batch_size = next(iter(batch.values())).shape[0]
   if batch_size % num_microbatches:
     raise ValueError(
-      f"trainer.Trainer.num_microbatches must divide the batch of {batch_size} examples, got "
-      f"{num_microbatches}. Change one of the two"
+      f"the batch of {batch_size} examples must be a multiple of trainer.Trainer.num_microbatches × "
+      f"overlapping_parts = {num_microbatches}: change one of them"
     )
 
   def add_microbatch(carry: PyTree, part: Batch) -> tuple[PyTree, Metrics]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,11 @@ def loss_of(batch):
   return tuple(map(float, _loss(batch)))
 
 
+@jax.jit
+def gradients_of(batch):
+  return jax.grad(lambda params: MODEL.loss_fn(params, batch, None)[0])(PARAMS)
+
+
 def test_the_loss_compares_each_text_with_all_others_in_both_directions() -> None:
   encoder = EncoderModel(MODULE, None, None, None)
   vectors = [
@@ -46,6 +53,11 @@ def test_the_loss_compares_each_text_with_all_others_in_both_directions() -> Non
 def test_rows_of_padding_do_not_count() -> None:
   padded = {name: jnp.pad(tokens, ((0, 3), (0, 0))) for name, tokens in BATCH.items()}
   np.testing.assert_allclose(loss_of(padded), loss_of(BATCH), rtol=1e-6)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3),
+    gradients_of(padded),
+    gradients_of(BATCH),
+  )
 
 
 def test_padding_at_the_end_of_texts_does_not_count() -> None:
@@ -54,7 +66,7 @@ def test_padding_at_the_end_of_texts_does_not_count() -> None:
 
 
 def test_only_the_encoder_is_trained() -> None:
-  gradients = jax.jit(jax.grad(lambda params: MODEL.loss_fn(params, BATCH, None)[0]))(PARAMS)
+  gradients = gradients_of(BATCH)
   largest = {
     side: max(map(jnp.max, map(jnp.abs, jax.tree.leaves(tree)))) for side, tree in gradients.items()
   }
@@ -65,3 +77,9 @@ def test_packed_rows_are_refused() -> None:
   packed = {**BATCH, "encoder_segment_ids": jnp.ones_like(BATCH["encoder_input_tokens"])}
   with pytest.raises(ValueError, match=r"one pair per row: set utils.DatasetConfig.pack = False"):
     loss_of(packed)
+
+
+def test_predictions_and_scores_are_refused() -> None:
+  for compute in (MODEL.predict_batch, MODEL.score_batch):
+    with pytest.raises(ValueError, match="use `rosetta-t5 embed`"):
+      compute(PARAMS, BATCH)

@@ -133,7 +133,6 @@ def make_case(name):
   return model, params, packed_batch(["encoder", "decoder"]), mesh
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
 )

@@ -320,15 +320,22 @@ def test_prompts_that_do_not_fit_are_refused(serve: Any) -> None:
     assert model.encode("ab") == [*VOCABULARY.encode("ab"), 1]
     with pytest.raises(RequestError, match="1 to 8 tokens, got 41"):
       model.encode("a" * 40)
-    for token in (5000, 0):  # 0 is the padding.
-      with pytest.raises(RequestError, match=f"input has token {token}, but") as refused:
-        model.encode([3, token], "input")
-      assert refused.value.field == "input"
+    with pytest.raises(RequestError, match="input has token 5000, but") as refused:
+      model.encode([3, 5000], "input")
+    assert refused.value.field == "input"
     assert model.encode_target("a", "target", must_end=False) == VOCABULARY.encode("a")
     with pytest.raises(RequestError, match="target must have at most 12 tokens, got 13"):
       model.encode_target("a" * 13, "target", must_end=False)
 
   serve(encode)
+
+
+def test_padding_is_refused_in_the_prompts_of_a_decoder(serve: Any) -> None:
+  async def encode(model: ServedModel) -> None:
+    with pytest.raises(RequestError, match="prompt has the token of padding, 0: leave it out"):
+      model.encode([3, 0, 4])
+
+  serve(encode, "decoder")
 
 
 @pytest.mark.slow

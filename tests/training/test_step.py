@@ -112,7 +112,7 @@ def test_a_program_can_compute_all_microbatches_without_a_loop(at_once, is_loop)
 
 def test_number_of_microbatches_must_divide_the_batch():
   model = make_model(Bigram())
-  text = "Trainer.num_microbatches must divide the batch of 8 examples, got 3"
+  text = "must be a multiple of trainer.Trainer.num_microbatches × overlapping_parts = 3"
   with pytest.raises(ValueError, match=text):
     accumulate_gradients(model.loss_fn, make_state(Bigram()), BATCH, KEY, num_microbatches=3)
 

@@ -232,7 +232,7 @@ def _clip_on_gpu(clip: optax.GradientTransformation) -> optax.GradientTransforma
     if target_device().platform != "gpu":
       return clip.update(updates, state, params)
     norm = global_norm(updates)
-    # It treats the norm, here of finite square, as an array of one number. A larger one is clipped to the same.
+    # optax squares its input. The square of 1e19 is finite in float32, and a larger norm is clipped to the same.
     clipped, state = clip.update(jnp.minimum(norm, 1e19), state)
     is_small = clipped >= norm  # False for NaN
 
