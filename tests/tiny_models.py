@@ -163,7 +163,7 @@ def _drawn(init: Callable[[jax.Array], Any]) -> Any:
     values = (
       1.0 + rng.normal(size=leaf.shape) if leaf.ndim == 1 else rng.normal(size=leaf.shape) / 4
     )
-    return jnp.asarray(values, leaf.dtype)
+    return jnp.asarray(values.astype(leaf.dtype))  # numpy casts without a program for each shape
 
   shapes = jax.eval_shape(init, jax.random.PRNGKey(0))
   return {**shapes, "params": jax.tree.map(draw, shapes["params"])}

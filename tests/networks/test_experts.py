@@ -162,8 +162,9 @@ def test_the_loss_and_its_metrics_are_t5x_s():
   value = {
     name: float(metric.compute()) for name, metric in metrics.items() if "timing" not in name
   }
+  of_layers = sown()
   mean = {
-    name: np.mean([value for (_, key), value in sown().items() if key == name])
+    name: np.mean([value for (_, key), value in of_layers.items() if key == name])
     for name in ("auxiliary_loss", "router_z_loss", "expert_usage", "router_confidence")
   }
   assert float(loss) == pytest.approx(

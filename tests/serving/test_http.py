@@ -10,7 +10,6 @@ import time
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 from starlette.testclient import TestClient
 
@@ -121,6 +120,8 @@ def client(model):
 
 @pytest.fixture
 def ai(client):
+  import openai  # in functions, because its import takes a second in each process that collects tests
+
   return openai.OpenAI(
     base_url="http://testserver/v1", api_key="-", http_client=client, max_retries=0
   )
@@ -278,6 +279,8 @@ def test_a_model_without_an_encoder_has_no_attention_and_no_embeddings(client, m
 
 
 def test_models_are_listed_and_found_by_name(ai):
+  import openai
+
   assert [model.id for model in ai.models.list()] == ["letters", "other"]
   assert ai.models.retrieve("other").id == "other"
   assert ai.completions.create(model="other", prompt="a").model == "other"
@@ -448,6 +451,8 @@ def test_a_vector_that_fails_ends_the_others_of_its_request(client, model):
 
 
 def test_an_error_in_a_stream_is_its_last_event(ai):
+  import openai
+
   stream = ai.completions.create(model="letters", prompt="late fail", stream=True)
   texts = []
   with pytest.raises(openai.APIError, match="the device is lost"):

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -49,6 +48,8 @@ class Server:
   """
 
   def __init__(self, folder: pathlib.Path, log: pathlib.Path):
+    import openai
+
     self.process = start(folder, log)
     with self.process.stdout as output:
       line = output.readline()
@@ -96,6 +97,8 @@ def test_texts_are_those_of_transformers_however_they_are_asked_for(server):
 
 
 def test_many_clients_get_their_own_answers_beside_malformed_and_cancelled_requests(server):
+  import openai
+
   ask = functools.partial(server.client.completions.create, model=server.name)
 
   def answer(number: int) -> str | int:
@@ -142,6 +145,8 @@ def test_vectors_have_the_clients_format_and_scores_are_log_probabilities(server
 
 @pytest.mark.slow
 def test_sigterm_lets_begun_requests_end_and_refuses_others(server):
+  import openai
+
   body = json.dumps({"prompt": PROMPTS[0], "max_tokens": NEW_TOKENS}).encode()
   head = f"Host: x\r\nAuthorization: Bearer secret\r\nContent-Length: {len(body)}\r\n"
   head = f"POST /v1/completions HTTP/1.1\r\n{head}Content-Type: application/json\r\n\r\n"

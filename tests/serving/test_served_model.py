@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import seqio
 from tiny_models import (
   DECODER_ONLY,
   GPT,
@@ -22,6 +21,7 @@ from tiny_models import (
 )
 
 from rosetta_t5 import decoding
+from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
 from rosetta_t5.networks.transformer import DecoderWrapper, Transformer
