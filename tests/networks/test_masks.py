@@ -25,6 +25,12 @@ def test_a_decoder_position_sees_itself_and_earlier_positions_but_not_padding():
   assert rows(make_decoder_mask(TOKENS, bool)) == ["x....", "xx...", "xxx..", "xxxx.", "....."]
 
 
+def test_a_row_without_a_batch_has_the_mask_of_a_batch_of_one():
+  np.testing.assert_array_equal(
+    make_decoder_mask(TOKENS[0], bool), make_decoder_mask(TOKENS, bool)[0]
+  )
+
+
 def test_packed_examples_do_not_see_each_other():
   segments = jnp.array([[1, 1, 2, 2, 0]])
   mask = make_decoder_mask(TOKENS, bool, decoder_segment_ids=segments)

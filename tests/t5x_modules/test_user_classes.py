@@ -14,6 +14,7 @@ from tiny_models import Bigram, make_model
 
 from rosetta_t5.user_errors import exit_on_user_error
 from t5x import checkpoints, partitioning, utils
+from t5x.examples.scalable_t5 import layers as scalable_layers
 
 
 def make_initializer(partitioner=None):
@@ -90,3 +91,13 @@ def test_an_inference_step_gets_the_mutable_collections():
   infer = utils.get_infer_fn(infer_step, 8, state(lambda _: PartitionSpec()), partitioner)
   rows = infer([(n, {"x": np.float32(n)}) for n in range(3)], state(jnp.float32))
   assert rows == [(0, 0.5), (1, 3.5), (2, 6.5)]
+
+
+def test_an_initializer_may_need_the_dimensions_of_inputs_and_outputs():
+  def ones(key, shape, dtype, in_axis, out_axis):
+    return jnp.ones(shape, dtype) * (in_axis + 1) / out_axis
+
+  dense = scalable_layers.DenseGeneral(features=(2, 3), kernel_init=ones)
+  out, variables = dense.init_with_output(jax.random.PRNGKey(0), jnp.ones((1, 4)))
+  np.testing.assert_array_equal(out, np.full((1, 2, 3), 4.0))
+  assert variables["params"]["kernel"].shape == (4, 2, 3)

@@ -45,6 +45,12 @@ class DenseGeneral(dense.DenseGeneral):
   kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
   nd_kernel: bool = True
 
+  def __post_init__(self) -> None:
+    """Lets `kernel_init` be one that needs the input and output dimensions, as in T5X."""
+    init: Any = self.kernel_init
+    self.kernel_init = lambda key, shape, dtype, *_: init(key, shape, dtype, 0, 1)
+    super().__post_init__()
+
 
 class MlpBlock(dense.MlpBlock):
   """T5's feed-forward block; see `dense.MlpBlock`."""

@@ -158,11 +158,11 @@ def combine_biases(*biases: Array | None) -> Array | None:
 
 
 def make_decoder_mask(
-  decoder_target_tokens: Shaped[Array, "B T"],
+  decoder_target_tokens: Shaped[Array, "*B T"],
   dtype: Any,
   decoder_causal_attention: Shaped[Array, "B T"] | None = None,
   decoder_segment_ids: Shaped[Array, "B T"] | None = None,
-) -> Shaped[Array, "B 1 T T"]:
+) -> Shaped[Array, "*B 1 T T"]:
   """Returns the decoder's self-attention mask: causal, without padding, within a segment.
 
   Args:
@@ -171,6 +171,8 @@ def make_decoder_mask(
     decoder_causal_attention: 1 for positions of a prefix, which all see each other (prefix LM).
     decoder_segment_ids: the packed example that each position belongs to.
   """
+  if decoder_target_tokens.ndim == 1:  # T5X accepts rows without a batch.
+    return make_decoder_mask(decoder_target_tokens[None], dtype)[0]
   real, ids = decoder_target_tokens > 0, decoder_segment_ids
   prefix = decoder_causal_attention
   visible = Visibility.of_tokens(real, real, ids, ids, prefix_BT=prefix, causal=True)
