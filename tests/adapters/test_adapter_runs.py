@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from test_folder_runs import make_folder, train
 
-from rosetta_t5 import cli, trained_model
+from rosetta_t5 import adapters, cli, trained_model
+from rosetta_t5.checkpoints.adapter_checkpoints import check_base
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion.convert import convert
@@ -123,6 +124,17 @@ def moved(found):
   path.with_name("moved").rename(path)
 
 
+def test_only_the_base_of_the_fingerprint_is_accepted():
+  base = {"target/a/kernel": np.arange(12.0).reshape(3, 4), "target/b/kernel": np.ones(3)}
+  fact = {**adapters.LoRA().settings(), "base": "B", "base_parameters": [*base]}
+  check_base("checkpoint", fact, base)  # of an earlier version
+  fact["base_fingerprint"] = 0
+  with pytest.raises(ValueError, match="B is not the model with which the adapter of checkpoint"):
+    check_base("checkpoint", fact, base | {f"target/a/{adapters.LoRA.suffixes[0]}": np.ones(3)})
+  check_base("checkpoint", fact, base)  # The adapter is merged.
+
+
+@pytest.mark.slow
 def test_another_base_is_refused(found, adapted, moved):
   _, path, _ = found
   with pytest.raises(ValueError, match=r"its base .* is missing"):
@@ -235,6 +247,7 @@ def test_another_method_starts_from_the_merged_run_and_stores_all_parameters(
   assert trained_model.open_model_dir(tmp_path / "run").state is not None
 
 
+@pytest.mark.slow
 def test_an_adapter_is_opened_in_bfloat16(adapted):
   recipe, restore = trained_model.read_run(adapted[1])
   restore = dataclasses.replace(restore, dtype="bfloat16")

@@ -48,6 +48,7 @@ def infer(folder: pathlib.Path, rows: list[Any], *options: str) -> list[dict[str
   return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_infer_and_chat_answer_conversations_by_the_template(folder, monkeypatch, capsys):
   end = (
     "<end>" if "gpt2" in json.loads((folder / "config.json").read_text())["model_type"] else "</s>"

@@ -28,6 +28,12 @@ LANGUAGES = {"bash", "console", "gin", "python", "json", "text"}
 WITH_SNIPPETS = [
   page for page in PAGES if any(s.language != "text" and not s.reason for s in read_snippets(page))
 ]
+# Pages whose dry run takes more than two seconds of processor time.
+LONG_PAGES = {
+  *(f"docs/{name}.md" for name in ("checking", "checkpoints", "conversion", "finetuning", "gin")),
+  *(f"docs/{name}.md" for name in ("inference", "optimizers", "scaling")),
+  *(f"docs/fields/{name}.md" for name in ("time-series", "translation")),
+}
 # What a gin block is added to, if its page does not say.
 RUN = """
 include 't5x/examples/t5/t5_1_1/small.gin'
@@ -176,7 +182,10 @@ def check_gin(text: str, folder: pathlib.Path) -> None:
   assert status == 0, f"{text}\n{output}{errors}"
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS)
+@pytest.mark.parametrize(
+  "page",
+  [pytest.param(page, marks=[pytest.mark.slow] * (page in LONG_PAGES)) for page in WITH_SNIPPETS],
+)
 def test_the_snippets_of_a_page_pass_a_dry_run(page: str, run_page: Callable[..., None]) -> None:
   run_page(page, dry=True)
 

@@ -207,7 +207,9 @@ def test_an_encoder_decoder_with_rotary_positions_decodes_what_it_predicts():
   np.testing.assert_allclose(found, whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [pytest.param(x, marks=marks(x)) for x in FAMILIES])
+@pytest.mark.parametrize(
+  "family", [pytest.param(x, marks=[pytest.mark.slow] * (x != "gemma3")) for x in FAMILIES]
+)
 def test_decoding_after_prompts_of_different_lengths_gives_the_logits_of_teacher_forcing(family):
   config, params = config_of(family), params_of(family)
   whole = logits_of(config, params)

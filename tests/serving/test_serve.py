@@ -85,6 +85,7 @@ def expected() -> list[str]:
   return json.loads(RECORDINGS.read_text())[CASE]["greedy"]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_transformers_however_they_are_asked_for(server):
   ask = functools.partial(server.client.completions.create, max_tokens=NEW_TOKENS)
   together = ask(model=server.name, prompt=PROMPTS)
@@ -96,6 +97,7 @@ def test_texts_are_those_of_transformers_however_they_are_asked_for(server):
   assert answer.usage.prompt_tokens == 6
 
 
+@pytest.mark.slow
 def test_many_clients_get_their_own_answers_beside_malformed_and_cancelled_requests(server):
   import openai
 
@@ -126,6 +128,7 @@ def test_many_clients_get_their_own_answers_beside_malformed_and_cancelled_reque
   assert server.metric("requests_cancelled_total") > 0
 
 
+@pytest.mark.slow
 def test_vectors_have_the_clients_format_and_scores_are_log_probabilities(server):
   embed = functools.partial(server.client.embeddings.create, model=server.name, input=PROMPTS)
   packed, listed = (
