@@ -30,8 +30,9 @@ WITH_SNIPPETS = [
 ]
 # Pages whose dry run takes more than two seconds of processor time.
 LONG_PAGES = {
-  *(f"docs/{name}.md" for name in ("checking", "checkpoints", "conversion", "finetuning", "gin")),
-  *(f"docs/{name}.md" for name in ("inference", "optimizers", "scaling")),
+  *(f"docs/{name}.md" for name in ("checking", "checkpoints", "conversion", "data", "gin")),
+  *(f"docs/{name}.md" for name in ("finetuning", "inference", "optimizers", "scaling", "training")),
+  "docs/how-to/pretrain.md",
   *(f"docs/fields/{name}.md" for name in ("time-series", "translation")),
 }
 # What a gin block is added to, if its page does not say.

@@ -61,6 +61,7 @@ def test_its_action_sees_every_stretch_and_ends_the_run(ended):
   ]
 
 
+@pytest.mark.slow
 def test_its_model_and_trainer_measure_what_they_add(ended):
   metrics = _notes(ended)[-1]["metrics"]
   assert "scale_size" in metrics
@@ -68,6 +69,7 @@ def test_its_model_and_trainer_measure_what_they_add(ended):
   assert "learning_rate" in metrics
 
 
+@pytest.mark.slow
 def test_its_initializer_makes_the_first_state(ended):
   from t5x import checkpoints
 
@@ -75,6 +77,7 @@ def test_its_initializer_makes_the_first_state(ended):
   assert np.unique(np.asarray(first["target"]["scale"])) == pytest.approx([0.1])
 
 
+@pytest.mark.slow
 def test_its_decoding_is_what_the_predictions_are(ended):
   (written,) = (ended / "run/inference_eval").glob("wordlab_repeat-000002.jsonl")
   rows = [json.loads(line) for line in written.read_text().splitlines()]
@@ -83,6 +86,7 @@ def test_its_decoding_is_what_the_predictions_are(ended):
   assert all(len(row["prediction"]) > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_what_it_wrote_down_configures_the_same_run(ended):
   written = (ended / "run/config.gin").read_text()
   for line in ("model.BagModel.penalty = 0.01", "running.BagTrainer.num_microbatches = 2"):
