@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax.core import freeze
 from jaxtyping import Array, Float
 
@@ -110,12 +111,9 @@ class DualEncoderModel(EncoderDecoderModel):
     sides = ("encoder_input_tokens", "decoder_target_tokens")
     rngs = jax.random.split(dropout_rng) if dropout_rng is not None else (None, None)
     a_BD, b_BD = (_embed(self, params, batch[n], r) for n, r in zip(sides, rngs, strict=True))
-    squares = (jnp.sum(jnp.square(x), axis=1, keepdims=True) for x in (a_BD, b_BD))
-    # Unlike a norm's, this gradient is finite for rows of padding, which complete an evaluation's last batch.
-    a_BD, b_BD = (
-      x * jax.lax.rsqrt(jnp.maximum(square, 1e-12))
-      for x, square in zip((a_BD, b_BD), squares, strict=True)
-    )
+    # The vectors of texts without tokens are 0, where the gradient of an ordinary norm is NaN.
+    a_BD, b_BD = (x / optax.safe_norm(x, 1e-6, axis=1, keepdims=True) for x in (a_BD, b_BD))
+    # Rows of padding complete the last batch of an evaluation.
     real_B = jnp.any(batch["decoder_target_tokens"] != self.pad_id, axis=1).astype(jnp.float32)
     logits_BB = jnp.where(jnp.outer(real_B, real_B) > 0, a_BD @ b_BD.T / self._temperature, -1e9)
     own_B = jnp.arange(len(logits_BB))
