@@ -89,7 +89,7 @@ def read_run(
   """
   if "--dry_run" in flags:
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
-  path, config_file, restore_cfg = _find_recipe(model_dir)
+  path, config_file, restore_cfg = find_recipe(model_dir)
   recipe = _read_recipe(config_file, flags, trust, used)
   if config_file == path:
     checkpoints.add_prompt(recipe["model"], *restore_cfg.paths())
@@ -138,7 +138,7 @@ def read_model_recipe(
     ValueError: there is no such folder, model or checkpoint, or it is of another kind.
     SystemExit: config.gin cannot be built; the error has been printed.
   """
-  path, file, restore_cfg = _find_recipe(model_dir)
+  path, file, restore_cfg = find_recipe(model_dir)
   flags = [flag for flag in flags if not flag.startswith(("--gin.", "--gin_"))]
   parts = [f"--gin_file={RUN_PART}"] if file == path else []
   with temporary_run_function(train), limited_to_list(not trust):
@@ -158,7 +158,7 @@ def read_model_recipe(
   return run, checkpoint, "\n".join(dict.fromkeys(lines))
 
 
-def _find_recipe(
+def find_recipe(
   model_dir: str | os.PathLike[str],
 ) -> tuple[pathlib.Path, pathlib.Path, checkpoints.RestoreCheckpointConfig]:
   """Returns a model's folder, its config.gin (a Hugging Face folder itself), and its checkpoint.
@@ -170,7 +170,7 @@ def _find_recipe(
     siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
     raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
   if checkpoints.is_peft(path):
-    base, file, restore_cfg = _find_recipe(checkpoints.find_base(path))
+    base, file, restore_cfg = find_recipe(checkpoints.find_base(path))
     return base, file, dataclasses.replace(restore_cfg, path=os.fspath(path))
   # The folder is a MODEL_DIR, or a checkpoint in one.
   files = (path / "config.gin", path.parent / "config.gin")

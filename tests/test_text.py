@@ -104,6 +104,9 @@ def echo_model(monkeypatch):
       return pairs, {"scores": [0.0] * len(examples)}
 
   monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda *arguments: model)
+  monkeypatch.setattr(
+    "rosetta_t5.trained_model.find_recipe", lambda path: (path, pathlib.Path(path), None)
+  )
   monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", EchoInference)
   return model
 
@@ -127,6 +130,13 @@ def test_texts_of_similar_lengths_are_computed_together_and_written_in_order(
   rows = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
   assert [row["prediction"] for row in rows] == lines
   assert echo_model.inferred == sorted(filter(None, lines), key=len)
+
+
+def test_a_missing_model_is_reported_before_a_missing_template(tmp_path, capfd):
+  (tmp_path / "rows.jsonl").write_text('{"question": "1"}\n')
+  with pytest.raises(SystemExit):
+    infer(tmp_path / "missing", "--input", tmp_path / "rows.jsonl")
+  assert f"There is no folder {tmp_path / 'missing'}" in capfd.readouterr().err
 
 
 def type_lines(monkeypatch, text):

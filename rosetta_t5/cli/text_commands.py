@@ -122,10 +122,10 @@ class Row(NamedTuple):
 def recorded_template(model_dir: str) -> str | None:
   """Returns the column or template from which a run of `data.file_task` made its inputs, or None."""
   from rosetta_t5.config.language.statements import Macro, read_program
+  from rosetta_t5.trained_model import find_recipe
 
-  folder = pathlib.Path(model_dir)
-  files = [path for path in (folder / "config.gin", folder.parent / "config.gin") if path.is_file()]
-  bindings = read_program([os.fspath(file) for file in files[:1]]).effective_bindings()
+  _, file, _ = find_recipe(model_dir)
+  bindings = read_program([os.fspath(file)] if file.is_file() else []).effective_bindings()
   binding = bindings.get(("", "file_task", "inputs"))
   value = binding and binding.value
   if isinstance(value, Macro) and (value.name,) in bindings:
