@@ -43,7 +43,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(50_000)
 
 # jax makes an MLIR context for each program that it compiles, which takes 6% of the suite's time; here, the
-# programs of a test file share one.
+# programs of a test file share one. If a version of jax lacks this private function, delete the line and the
+# fixture `new_mlir_context`: the tests do not depend on them.
 mlir.make_ir_context = functools.cache(mlir.make_ir_context)
 
 # On several CPU devices, jaxlib 0.11's default order of operations can deadlock.
