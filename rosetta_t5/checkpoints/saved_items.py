@@ -27,6 +27,7 @@ from rosetta_t5.checkpoints.checkpoint_folders import (
   resolve_checkpoint,
 )
 from rosetta_t5.parallel import BasePartitioner
+from rosetta_t5.telemetry.event_files import read_event_file
 from rosetta_t5.user_errors import exit_on_user_error
 
 PyTree = Any
@@ -369,18 +370,15 @@ def populate_metrics_for_steps(
     metric_name: RUN/TAG. Both may contain slashes, so the longest RUN with the TAG is used.
     steps: the steps to look up.
   """
-  from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-  from tensorboard.util import tensor_util
-
   parts = metric_name.split("/")
   for depth in range(len(parts) - 1, 0, -1):
     run, tag = epath.Path(checkpoints_dir).joinpath(*parts[:depth]), "/".join(parts[depth:])
+    files = (read_event_file(file) for file in sorted(run.glob("*tfevents*")))
     found = {
-      event.step: tensor_util.make_ndarray(value.tensor).item()
-      for file in sorted(run.glob("*tfevents*"))
-      for event in EventFileLoader(os.fspath(file)).Load()
-      for value in event.summary.value
-      if value.tag == tag
+      int(step): float(value)
+      for series in files
+      if tag in series
+      for step, value in zip(series[tag].steps, series[tag].values, strict=True)
     }
     if values := {step: found[step] for step in steps if step in found}:
       return values

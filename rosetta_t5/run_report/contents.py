@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rosetta_t5.run_report.run_folder import Run, Series, drop_repeated_steps
+from rosetta_t5.run_report.run_folder import Run, drop_repeated_steps
+from rosetta_t5.telemetry.event_files import Series
 from rosetta_t5.terminal import format_duration, format_number
 
 UNKNOWN = "–"

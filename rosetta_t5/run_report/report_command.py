@@ -24,7 +24,8 @@ import numpy as np
 
 from rosetta_t5.files import write_atomically
 from rosetta_t5.run_report.contents import UNKNOWN, choose_panels, summarize, summary_row
-from rosetta_t5.run_report.run_folder import Run, Series, decimate, drop_repeated_steps, read_runs
+from rosetta_t5.run_report.run_folder import Run, decimate, drop_repeated_steps, read_runs
+from rosetta_t5.telemetry.event_files import Series
 from rosetta_t5.terminal import machine_path
 from rosetta_t5.user_errors import ConfigError
 

@@ -15,15 +15,14 @@ import math
 import os
 import pathlib
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-_HEADER, _FOOTER = 12, 4  # bytes of a record before its event, and after it
-_FLOAT32, _DT_FLOAT = struct.Struct("<f"), 1  # DT_FLOAT is TensorFlow's number of the type
+from rosetta_t5.telemetry.event_files import Series, read_event_file
+
 _CHECKPOINT = re.compile(r"checkpoint_(\d+)")
 _VARIABLE = re.compile(r"Variable (\S+)\s+size (\d{1,18})\s+shape (\(.*\))\s+partition spec (.*)")
 _TOTAL = re.compile(r"Total number of parameters: (\d{1,18})")
@@ -35,24 +34,6 @@ _MAX_EXAMPLES = 12
 _MAX_CHARACTERS = 1000
 
 Texts = tuple[str, str, str]  # input, target, prediction
-
-
-class Series(NamedTuple):
-  """The values of one metric in the order in which they were written.
-
-  Attributes:
-    steps: the step of each value.
-    times: when each value was written, in seconds since 1970.
-    values: the values, which may be infinite or NaN.
-  """
-
-  steps: Int[np.ndarray, " n"]
-  times: Float[np.ndarray, " n"]
-  values: Float[np.ndarray, " n"]
-
-  def take(self, selection: np.ndarray) -> Series:
-    """Returns the values at these indices, or where this mask is True."""
-    return Series(*(field[selection] for field in self))
 
 
 class Curve(NamedTuple):
@@ -186,7 +167,7 @@ def _read_series(folder: pathlib.Path) -> dict[str, dict[str, Series]]:
   groups = (folder / name for name in ("train", "training_eval", "inference_eval"))
   for file in sorted(file for group in groups for file in group.rglob("*tfevents*")):
     status = file.stat()
-    read = read_event_file(file, status.st_size, status.st_mtime_ns)
+    read = _read_unless_known(file, status.st_size, status.st_mtime_ns)
     for tag, series in read.items():
       parts[os.fspath(file.parent.relative_to(folder))].setdefault(tag, []).append(series)
   return {
@@ -194,62 +175,15 @@ def _read_series(folder: pathlib.Path) -> dict[str, dict[str, Series]]:
   }
 
 
+@functools.lru_cache(maxsize=256)
+def _read_unless_known(path: pathlib.Path, size: int, modified: int) -> dict[str, Series]:
+  """Returns the series of a file of this size and time; a page that follows a run reads only what has grown."""
+  return read_event_file(path)
+
+
 def _join(parts: Sequence[Series]) -> Series:
   joined = Series(*map(np.concatenate, zip(*parts, strict=True)))
   return joined.take(np.argsort(joined.times, kind="stable"))
-
-
-# A page that follows a run reads only the files that have grown.
-@functools.lru_cache(maxsize=256)
-def read_event_file(path: pathlib.Path, size: int = 0, modified: int = 0) -> dict[str, Series]:
-  """Returns the scalars of an event file by tag; texts, histograms, images and graphs are left out.
-
-  A million scalars take a few seconds. Damaged records are left out, such as the last one of a file that
-  another process is writing.
-
-  Args:
-    path: the file.
-    size: of the file; like `modified`, it is what results are cached by.
-    modified: the time of the last change.
-  """
-  from google.protobuf.message import DecodeError
-  from tensorboard.compat.proto.event_pb2 import Event
-
-  data, read_length = path.read_bytes(), struct.Struct("<Q").unpack_from
-  rows: dict[str, list[tuple[int, float, float]]] = collections.defaultdict(list)
-  end = 0
-  while (begin := end + _HEADER) <= len(data):
-    end = begin + read_length(data, end)[0] + _FOOTER
-    try:
-      event = Event.FromString(data[begin : end - _FOOTER])
-    except DecodeError:
-      continue
-    for value in event.summary.value:
-      number = _scalar_of(value)
-      if number is not None:
-        rows[value.tag].append((event.step, event.wall_time, number))
-  columns = {tag: np.array(of_tag).T for tag, of_tag in rows.items()}
-  return {tag: Series(c[0].astype(np.int64), c[1], c[2]) for tag, c in columns.items()}
-
-
-def _scalar_of(value: Any) -> float | None:
-  """Returns the number of a Summary.Value; None if it is something else."""
-  kind = value.WhichOneof("value")
-  if kind == "simple_value":
-    return float(value.simple_value)
-  if kind != "tensor":
-    return None
-  # A float32 is read directly, in its two forms: an array for each would take three times as long.
-  tensor = value.tensor
-  content = tensor.tensor_content
-  if tensor.dtype == _DT_FLOAT and len(content) == _FLOAT32.size:
-    return float(_FLOAT32.unpack(content)[0])
-  if len(tensor.float_val) == 1:
-    return float(tensor.float_val[0])
-  from tensorboard.util.tensor_util import make_ndarray
-
-  array = make_ndarray(tensor)
-  return float(array.item()) if array.size == 1 and array.dtype.kind in "biuf" else None
 
 
 def drop_repeated_steps(series: Series) -> Series:

@@ -141,6 +141,17 @@ def test_metric_values_are_read_by_run_and_tag(tmp_path, write_scalars):
   assert populate_metrics_for_steps(tmp_path, "absent/loss", [10]) == {}
 
 
+def test_metric_values_are_read_without_tensorflow(tmp_path, write_scalars):
+  write_scalars(tmp_path / "train", "accuracy", {10: 0.5})
+  program = (
+    "import sys; from rosetta_t5.checkpoints.saved_items import populate_metrics_for_steps\n"
+    f"print(populate_metrics_for_steps({str(tmp_path)!r}, 'train/accuracy', [10]))\n"
+    "print('tensorflow' in sys.modules)"
+  )
+  out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+  assert out.stdout.splitlines() == ["{10: 0.5}", "False"]
+
+
 def test_an_incomplete_event_file_is_read_up_to_its_last_record(tmp_path, write_scalars):
   write_scalars(tmp_path / "train", "accuracy", {1: 1.0, 2: 2.0})
   (file,) = (tmp_path / "train").iterdir()

@@ -46,7 +46,8 @@ from rosetta_t5.data.vocabularies.task_vocabularies import (
   load_tokenizer,
 )
 from rosetta_t5.run_report.contents import summary_row
-from rosetta_t5.run_report.run_folder import read_event_file, read_runs
+from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.telemetry.event_files import read_event_file
 
 Folder = pathlib.Path
 FIXTURES = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures"

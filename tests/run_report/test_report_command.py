@@ -14,7 +14,8 @@ import run_files
 
 from rosetta_t5 import cli
 from rosetta_t5.run_report.report_command import build_page
-from rosetta_t5.run_report.run_folder import Series, read_runs
+from rosetta_t5.run_report.run_folder import read_runs
+from rosetta_t5.telemetry.event_files import Series
 
 HOSTILE = "</script><img src=x onerror=\"document.title='stolen'\">'&"
 

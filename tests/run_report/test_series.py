@@ -15,12 +15,8 @@ from tensorboard.compat.tensorflow_stub import errors, pywrap_tensorflow
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tensorboard.util import tensor_util
 
-from rosetta_t5.run_report.run_folder import (
-  Series,
-  decimate,
-  drop_repeated_steps,
-  read_event_file,
-)
+from rosetta_t5.run_report.run_folder import decimate, drop_repeated_steps
+from rosetta_t5.telemetry.event_files import Series, read_event_file
 
 
 def read_with_tensorboard(path):
