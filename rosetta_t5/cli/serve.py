@@ -63,7 +63,11 @@ def _serve(options: argparse.Namespace) -> int:
   with socket.socket(family) as bound:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # An address at which another server listens is an error before the models are read.
-    bound.bind((options.host, options.port))
+    try:
+      bound.bind((options.host, options.port))
+    except OSError as error:
+      text = f"--host {options.host} --port {options.port} cannot be used ({error.strerror}): give another one"
+      raise ConfigError(text) from error
     # Process 1 of a container would ignore SIGTERM until the web server handles it.
     for each in (signal.SIGINT, signal.SIGTERM):
       signal.signal(each, lambda number, _: os._exit(128 + number))
