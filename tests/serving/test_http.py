@@ -563,7 +563,7 @@ def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(tmp_pat
   with pytest.raises(SystemExit, match="2"):
     cli.main([*call, "--token_file", str(tmp_path / "tokens")])
   assert "has no token" in capsys.readouterr().err
-  with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="1"):
+  with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
     cli.main([*call, "--port", str(taken.getsockname()[1])])
   assert "cannot be used (Address already in use): give another one" in capsys.readouterr().err
 
