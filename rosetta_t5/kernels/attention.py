@@ -94,9 +94,7 @@ class Visibility:
     return visible_BTS[:, None]
 
 
-def real_queries(
-  visible: Visibility | Bool[Array, "B 1 T S"] | None,
-) -> Bool[Array, "B T"] | None:
+def real_queries(visible: Visibility | Bool[Array, "B 1 T S"] | None) -> Bool[Array, "B T"] | None:
   """Returns which queries of self-attention are not padding; None for all."""
   if isinstance(visible, Visibility):
     return visible.query_BT > 0

@@ -145,9 +145,7 @@ def combine_outputs(
 
 
 def load_balancing_loss(
-  probs_GNE: Float[Array, "G N E"],
-  real_GN: Bool[Array, "G N"],
-  first_choice_GN: Int[Array, "G N"],
+  probs_GNE: Float[Array, "G N E"], real_GN: Bool[Array, "G N"], first_choice_GN: Int[Array, "G N"]
 ) -> Float[Array, ""]:
   """Returns E·Σ f_e·p_e, the mean over groups: 1 if all experts have the same load, at most E.
 

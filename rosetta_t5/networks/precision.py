@@ -90,8 +90,7 @@ class Fp8Choice:
 
 
 def choose_fp8(
-  config: TransformerEngineConfig | Callable[[], TransformerEngineConfig] | None,
-  device: Any = None,
+  config: TransformerEngineConfig | Callable[[], TransformerEngineConfig] | None, device: Any = None
 ) -> Fp8Choice:
   """Returns how the projections are computed.
 

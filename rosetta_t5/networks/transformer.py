@@ -17,19 +17,10 @@ from rosetta_t5.kernels.attention import Visibility, prepare
 from rosetta_t5.kernels.cross_entropy import LogitFactors
 from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.block import Block, relative_bias
-from rosetta_t5.networks.config import (
-  NetworkConfig,
-  ScalableT5Config,
-  T5Config,
-  TransformerConfig,
-)
+from rosetta_t5.networks.config import NetworkConfig, ScalableT5Config, T5Config, TransformerConfig
 from rosetta_t5.networks.layer_kinds import layer_kinds
 from rosetta_t5.networks.layers.dropout import Dropout, feature_dropout
-from rosetta_t5.networks.layers.embedding import (
-  make_token_embedder,
-  output_layer,
-  position_vectors,
-)
+from rosetta_t5.networks.layers.embedding import make_token_embedder, output_layer, position_vectors
 from rosetta_t5.networks.layers.global_blocks import block_ids_of, with_block_bias
 from rosetta_t5.networks.layers.norms import make_norm
 from rosetta_t5.networks.layers.prompt import Prompt, after_prompt

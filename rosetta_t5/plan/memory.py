@@ -11,12 +11,7 @@ from typing import Any
 import jax
 
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, FSDP_AXIS, MODEL_AXIS, axis_names
-from rosetta_t5.plan.activations import (
-  RECOMPUTED,
-  Activations,
-  is_attention,
-  stored_view,
-)
+from rosetta_t5.plan.activations import RECOMPUTED, Activations, is_attention, stored_view
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.traced.program import Segment, are_trained, parameters_read
 

@@ -18,14 +18,8 @@ from rosetta_t5.networks.kernel_measurement import attention_cases, usable_kerne
 from rosetta_t5.networks.layer_kinds import has_extra_keys
 from rosetta_t5.networks.layers.stack import pipeline_obstacle
 from rosetta_t5.networks.other_networks import setting_of
-from rosetta_t5.parallel.mesh import (
-  PIPELINE_AXIS,
-  count_batch_shards,
-)
-from rosetta_t5.parallel.pipeline import (
-  PipelineSchedule,
-  choose_schedule,
-)
+from rosetta_t5.parallel.mesh import PIPELINE_AXIS, count_batch_shards
+from rosetta_t5.parallel.pipeline import PipelineSchedule, choose_schedule
 from rosetta_t5.parallel.placement import PipelineSettings
 from rosetta_t5.plan.activations import Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu

@@ -192,11 +192,7 @@ class MultiHeadDotProductAttention(nn.Module):
     return AttentionMode.PREFILL if prefill else AttentionMode.FULL
 
   def _project(
-    self,
-    inputs_q: jax.Array,
-    inputs_kv: jax.Array,
-    mode: AttentionMode,
-    encoded: jax.Array | None,
+    self, inputs_q: jax.Array, inputs_kv: jax.Array, mode: AttentionMode, encoded: jax.Array | None
   ) -> list[jax.Array]:
     """Returns queries, keys and values, [B, T, H, K] and twice [B, S, H, K]; and those of `encoded`.
 

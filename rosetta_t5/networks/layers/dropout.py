@@ -82,11 +82,7 @@ def feature_dropout(
 
 
 def attention_dropout_scale(
-  key: Array,
-  rate: float,
-  shape_BGS: tuple[int, ...],
-  dtype: Any,
-  rows: BatchRows | None = None,
+  key: Array, rate: float, shape_BGS: tuple[int, ...], dtype: Any, rows: BatchRows | None = None
 ) -> Float[Array, "B G S"]:
   """Returns a factor for each head's value at each key: 0 where dropout drops the key."""
   batch, heads, length = shape_BGS
