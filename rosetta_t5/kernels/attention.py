@@ -20,15 +20,9 @@ from rosetta_t5.kernels.context_attention import context_attention, splits_heads
 from rosetta_t5.kernels.flash_attention import flash_attention
 from rosetta_t5.kernels.flash_kernels import FlashOptions, Segments, Window
 from rosetta_t5.kernels.xla_attention import query_key_weights, xla_attention
+from rosetta_t5.parallel import placement
 from rosetta_t5.parallel.axis_rules import count_parts
 from rosetta_t5.parallel.mesh import CONTEXT_AXIS, axis_names
-from rosetta_t5.parallel.placement import (
-  constrain,
-  context_shards,
-  current,
-  dividing_axes,
-  target_device,
-)
 
 
 @struct.dataclass
@@ -172,7 +166,7 @@ class Operands(NamedTuple):
       has_prefix=visible.prefix_BT is not None,
       window=visible.window,
       softcap=self.softcap,
-      context_shards=context_shards(),
+      context_shards=placement.context_shards(),
     )
 
   def weights(self) -> Float[Array, "B H T S"]:
@@ -234,7 +228,7 @@ def attend(
   """
   if not isinstance(operands.visible, Visibility):
     return _run_xla(operands)
-  if problem := KERNELS[kernel].refuses(operands.case(), target_device()):
+  if problem := KERNELS[kernel].refuses(operands.case(), placement.target_device()):
     raise ValueError(f"{setting} = {kernel!r} {problem}")
   return KERNELS[kernel].run(operands)
 
@@ -242,13 +236,13 @@ def attend(
 def _run_xla(operands: Operands) -> Array:
   q, k, v, bias, visible, value_scale, softcap, float32_logits = operands
   mask = visible.mask() if isinstance(visible, Visibility) else visible
-  if context_shards() > 1:
+  if placement.context_shards() > 1:
     # Each device computes the queries of its own positions.
-    k, v = (constrain(x, ("batch", None, "heads", "kv")) for x in (k, v))
+    k, v = (placement.constrain(x, ("batch", None, "heads", "kv")) for x in (k, v))
     if bias is not None:
-      bias = constrain(bias, (None, "heads", "length", None))
+      bias = placement.constrain(bias, (None, "heads", "length", None))
     if mask is not None:
-      mask = constrain(mask, ("batch", None, "length", None))
+      mask = placement.constrain(mask, ("batch", None, "length", None))
   return xla_attention(q, k, v, bias, mask, value_scale, float32_logits, softcap)
 
 
@@ -296,9 +290,9 @@ def _run_flash(operands: Operands) -> Array:
   XLA cannot partition a Triton kernel. Devices that share a row exchange positions for heads, or gather keys.
   """
   q, k, _, bias, visible, _, softcap, _ = operands
-  mesh, device = current().mesh, target_device()
-  batch, heads = dividing_axes(("batch", "heads"), (q.shape[0], k.shape[2]))
-  is_split = context_shards(q.shape[1], k.shape[1]) > 1
+  mesh, device = placement.current().mesh, placement.target_device()
+  batch, heads = placement.dividing_axes(("batch", "heads"), (q.shape[0], k.shape[2]))
+  is_split = placement.context_shards(q.shape[1], k.shape[1]) > 1
   gpu = device.device_kind if device.platform == "gpu" else None
   options = FlashOptions(visible.causal, visible.window, softcap, gpu)
 
@@ -314,7 +308,7 @@ def _run_flash(operands: Operands) -> Array:
   spec, segments_spec = PartitionSpec(batch, length, heads), PartitionSpec(batch)
   bias_spec = None if bias is None else PartitionSpec(None, heads, length)
   local_heads = k.shape[2] // count_parts(heads, mesh.shape)
-  if bias is not None and is_split and splits_heads(local_heads, context_shards()):
+  if bias is not None and is_split and splits_heads(local_heads, placement.context_shards()):
     bias_spec = PartitionSpec(None, (*axis_names(heads), CONTEXT_AXIS))
   sharded = jax.shard_map(
     run,

@@ -14,16 +14,7 @@ import jax
 from flax.linen import partitioning as flax_partitioning
 from jax.sharding import PartitionSpec
 
-from rosetta_t5.parallel.mesh import (
-  BATCH_AXES,
-  CONTEXT_AXIS,
-  DATA_AXIS,
-  EXPERT_AXIS,
-  FSDP_AXIS,
-  MODEL_AXIS,
-  PIPELINE_AXIS,
-  axis_names,
-)
+from rosetta_t5.parallel import mesh
 
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 LogicalAxisRules = Sequence[AxisRule]
@@ -51,9 +42,9 @@ _REPLICATED_AXES = (
 
 # The setting of `PjitPartitioner` that determines the size of a mesh axis, if it is not `mesh`.
 _SETTINGS: dict[tuple[str, ...], str] = {
-  (MODEL_AXIS,): "num_partitions (or mesh's 'tensor')",
-  (PIPELINE_AXIS,): "mesh's 'pipeline'",
-  (EXPERT_AXIS,): "mesh's 'expert' (NUM_EXPERT_PARTITIONS in T5X's runs)",
+  (mesh.MODEL_AXIS,): "num_partitions (or mesh's 'tensor')",
+  (mesh.PIPELINE_AXIS,): "mesh's 'pipeline'",
+  (mesh.EXPERT_AXIS,): "mesh's 'expert' (NUM_EXPERT_PARTITIONS in T5X's runs)",
 }
 
 
@@ -79,7 +70,9 @@ def standard_logical_axis_rules(
       "standard_logical_axis_rules: activation_partitioning_dims and parameter_partitioning_dims must "
       f"be 1 or 2, got {dims[0]} and {dims[1]}"
     )
-  embed_axes = [axis for axis, n in zip((MODEL_AXIS, DATA_AXIS), dims, strict=True) if n == 2]
+  embed_axes = [
+    axis for axis, n in zip((mesh.MODEL_AXIS, mesh.DATA_AXIS), dims, strict=True) if n == 2
+  ]
   embed: LogicalAxisRules = [("embed", axis) for axis in embed_axes] or [("embed", None)]
   replicated: LogicalAxisRules = [(name, None) for name in _REPLICATED_AXES]
   return [*_COMMON_RULES, *embed, *replicated, *(additional_rules or ())]
@@ -100,29 +93,29 @@ def extend_axis_rules(
   """
 
   def present(*axes: str) -> str | tuple[str, ...] | None:
-    found = tuple(axis for axis in axes if axis in (*mesh_axes, MODEL_AXIS))
+    found = tuple(axis for axis in axes if axis in (*mesh_axes, mesh.MODEL_AXIS))
     return found if len(found) > 1 else next(iter(found), None)
 
   # In an activation, the batch takes the mesh axes before `embed` can; a parameter has no batch.
   replaced: dict[AxisRule, Any] = {
-    ("batch", DATA_AXIS): present(*BATCH_AXES),
-    ("layers", None): present(PIPELINE_AXIS),
+    ("batch", mesh.DATA_AXIS): present(*mesh.BATCH_AXES),
+    ("layers", None): present(mesh.PIPELINE_AXIS),
   }
   extended: list[AxisRule] = [(name, replaced.get((name, axis), axis)) for name, axis in rules]
   names = [name for name, _ in rules]
-  if FSDP_AXIS in mesh_axes:
+  if mesh.FSDP_AXIS in mesh_axes:
     first = names.index("embed") if "embed" in names else len(names)
-    extended.insert(first, ("embed", present(FSDP_AXIS, CONTEXT_AXIS)))
+    extended.insert(first, ("embed", present(mesh.FSDP_AXIS, mesh.CONTEXT_AXIS)))
   # The rules of `length` come last, so that heads, mlp and vocab take the axis `model` first.
-  lengths: list[AxisRule] = [("length", present(CONTEXT_AXIS))]
+  lengths: list[AxisRule] = [("length", present(mesh.CONTEXT_AXIS))]
   if sequence_parallel:
-    lengths.insert(0, ("length", present(CONTEXT_AXIS, MODEL_AXIS)))
+    lengths.insert(0, ("length", present(mesh.CONTEXT_AXIS, mesh.MODEL_AXIS)))
   extended = [*(rule for rule in extended if rule != ("length", None)), *lengths]
   # The rules of experts come first, so that the groups of an activation take `fsdp` before `embed` can.
   experts: tuple[AxisRule, ...] = (
-    ("expert", present(EXPERT_AXIS)),
-    ("expert_replicas", present(*(axis for axis in BATCH_AXES if axis != EXPERT_AXIS))),
-    ("expert_mlp", MODEL_AXIS),
+    ("expert", present(mesh.EXPERT_AXIS)),
+    ("expert_replicas", present(*(axis for axis in mesh.BATCH_AXES if axis != mesh.EXPERT_AXIS))),
+    ("expert_mlp", mesh.MODEL_AXIS),
     ("unmodeled", None),
   )
   return (*(rule for rule in experts if rule[0] not in names), *extended)
@@ -188,17 +181,17 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
       if size % parts:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         divisors = ", ".join(str(n) for n in range(1, min(size, 4096) + 1) if size % n == 0)
-        setting = _SETTINGS.get(axis_names(axes), "mesh")
+        setting = _SETTINGS.get(mesh.axis_names(axes), "mesh")
         raise ValueError(
-          f"{name} of shape {tuple(array.shape)} cannot be split over {' and '.join(axis_names(axes))} "
+          f"{name} of shape {tuple(array.shape)} cannot be split over {' and '.join(mesh.axis_names(axes))} "
           f"into {parts} parts, because {size} is not a multiple of {parts}. Set "
           f"partitioning.PjitPartitioner.{setting} so that the number of parts is one of {divisors}."
         )
 
   jax.tree_util.tree_map_with_path(check, train_state, specs)
-  stages = axis_sizes.get(PIPELINE_AXIS)
+  stages = axis_sizes.get(mesh.PIPELINE_AXIS)
   all_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-  is_split = any(PIPELINE_AXIS in axis_names(axes) for spec in all_specs for axes in spec)
+  is_split = any(mesh.PIPELINE_AXIS in mesh.axis_names(axes) for spec in all_specs for axes in spec)
   if isinstance(stages, int) and stages > 1 and not is_split:
     raise ValueError(
       f"partitioning.PjitPartitioner.mesh has a pipeline of {stages} stages, but the layers are not "
@@ -209,4 +202,4 @@ def check_partition_specs(train_state: Any, specs: Any, axis_sizes: Mapping[str,
 
 def count_parts(axes: Any, axis_sizes: Mapping[str, int]) -> int:
   """Returns into how many parts a dimension is split over `axes`, an element of a PartitionSpec."""
-  return math.prod(axis_sizes[name] for name in axis_names(axes))
+  return math.prod(axis_sizes[name] for name in mesh.axis_names(axes))

@@ -13,20 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import Positive
-from rosetta_t5.parallel.axis_rules import (
-  AxisRule,
-  LogicalAxisRules,
-  extend_axis_rules,
-  standard_logical_axis_rules,
-  to_partition_spec,
-)
-from rosetta_t5.parallel.data_layout import (
-  DataLayout,
-  LocalChunker,
-  LocalChunkInfo,
-  check_batch_size,
-  get_data_layout,
-)
+from rosetta_t5.parallel import axis_rules, data_layout
 from rosetta_t5.parallel.mesh import DATA_AXIS, axis_names, count_batch_shards, mesh_config
 from rosetta_t5.parallel.placement import PipelineSettings, use_placement
 
@@ -45,7 +32,7 @@ class PartitionedFunction:
     self,
     pjitted_fn: Any,
     partition_mesh: Mesh,
-    logical_axis_rules: LogicalAxisRules = (),
+    logical_axis_rules: axis_rules.LogicalAxisRules = (),
     last_args: tuple[Any, ...] = (),
     pipeline: PipelineSettings | None = None,
   ):
@@ -102,7 +89,7 @@ class BasePartitioner(abc.ABC):
     pipeline: the settings of pipelines.
   """
 
-  logical_axis_rules: LogicalAxisRules = ()
+  logical_axis_rules: axis_rules.LogicalAxisRules = ()
   pipeline = PipelineSettings()
 
   def __init__(
@@ -171,15 +158,15 @@ class BasePartitioner(abc.ABC):
 
   def get_data_layout(
     self, batch_size: int | None = None, host_index: int | None = None
-  ) -> DataLayout:
+  ) -> data_layout.DataLayout:
     """Returns which part of a global batch the process `host_index` (default: this one) reads.
 
     Raises:
       ValueError: `batch_size` is not a multiple of `data_mesh_size`.
     """
     batch_size = self.data_mesh_size if batch_size is None else batch_size
-    check_batch_size(batch_size, self.mesh.shape)
-    return get_data_layout(self.mesh, batch_size, host_index)
+    data_layout.check_batch_size(batch_size, self.mesh.shape)
+    return data_layout.get_data_layout(self.mesh, batch_size, host_index)
 
   @property
   def data_shards(self) -> int:
@@ -192,12 +179,12 @@ class BasePartitioner(abc.ABC):
     return self.get_data_layout().shard_id
 
   @property
-  def _local_chunker(self) -> LocalChunker:
-    return LocalChunker(self.mesh)
+  def _local_chunker(self) -> data_layout.LocalChunker:
+    return data_layout.LocalChunker(self.mesh)
 
   def get_local_chunk_info(
     self, global_shape: tuple[int, ...], mesh_axes: Sequence[str | None]
-  ) -> LocalChunkInfo:
+  ) -> data_layout.LocalChunkInfo:
     """Returns which part of an array is on this process's devices."""
     return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
 
@@ -257,7 +244,7 @@ class PjitPartitioner(BasePartitioner):
     backend: str | None = None,
     ici_mesh_shape: tuple[int, ...] | None = None,
     dcn_mesh_shape: tuple[int, ...] | None = None,
-    logical_axis_rules: LogicalAxisRules | None = None,
+    logical_axis_rules: axis_rules.LogicalAxisRules | None = None,
     mesh: Mapping[str, int] | None = None,
     zero1: bool = False,
     sequence_parallel: bool = False,
@@ -295,16 +282,16 @@ class PjitPartitioner(BasePartitioner):
       num_partitions, model_parallel_submesh, params_on_devices, backend, *shapes, mesh, mesh_order
     )
     given = logical_axis_rules
-    self._given_rules = standard_logical_axis_rules() if given is None else given
+    self._given_rules = axis_rules.standard_logical_axis_rules() if given is None else given
     self.zero1 = zero1
     self.sequence_parallel = sequence_parallel
     self.pipeline = PipelineSettings(pipeline_microbatches, pipeline_rounds)
 
   @property
-  def logical_axis_rules(self) -> tuple[AxisRule, ...]:  # type: ignore[override]
+  def logical_axis_rules(self) -> tuple[axis_rules.AxisRule, ...]:  # type: ignore[override]
     """The (logical axis, mesh axis) pairs, in the order in which they are tried."""
     axes = self.mesh_config.ruled_axes
-    return extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
+    return axis_rules.extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with a PartitionSpec in place of each array; an empty one replicates.
@@ -318,7 +305,7 @@ class PjitPartitioner(BasePartitioner):
 
     def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec:
       axes = axes_by_path.get(path)
-      spec = to_partition_spec(rules, axes)
+      spec = axis_rules.to_partition_spec(rules, axes)
       return _split_over_data(spec, axes) if self.zero1 and _PARAM_STATES in path else spec
 
     # By path, because the tree of names may lack parts, and its dicts may be frozen.

@@ -18,19 +18,12 @@ from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
+from rosetta_t5.plan import workload
 from rosetta_t5.plan.activations import Activations
 from rosetta_t5.plan.configurations import GPU, USABLE
 from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
 from rosetta_t5.plan.memory import state_bytes, step_memory
-from rosetta_t5.plan.workload import (
-  Workload,
-  fastest_kernel,
-  input_lengths,
-  state_shapes,
-  traced_activations,
-  workload_of,
-)
 from rosetta_t5.telemetry.console import count_parameters, describe_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import format_number, size_text
@@ -115,13 +108,14 @@ class Plan:
   @functools.cached_property
   def lengths(self) -> dict[str, int]:
     """The lengths of the model's inputs; see `input_lengths`."""
-    return input_lengths(self["model"], getattr(self.dataset_cfg, "task_feature_lengths", None))
+    lengths = getattr(self.dataset_cfg, "task_feature_lengths", None)
+    return workload.input_lengths(self["model"], lengths)
 
   @functools.cached_property
   def state(self) -> Any:
     """The shapes of the train state."""
     batch_size = getattr(self.dataset_cfg, "batch_size", 1)
-    return state_shapes(self["model"], batch_size, self.lengths, self.is_training)
+    return workload.state_shapes(self["model"], batch_size, self.lengths, self.is_training)
 
   @functools.cached_property
   def devices(self) -> tuple[int, str]:
@@ -151,20 +145,20 @@ class Plan:
     return self.gpu.fp8 is not None if requested is None else requested
 
   @property
-  def work(self) -> Workload:
+  def work(self) -> workload.Workload:
     """What a training step computes."""
     cfg, model = self.dataset_cfg, self["model"]
     kernel = getattr(model.network_config, "attention_kernel", None)
     if kernel == "auto" and self.devices[1] != "CPU":
-      kernel = fastest_kernel(model, self.lengths, cfg, self.mesh, self.gpu)
+      kernel = workload.fastest_kernel(model, self.lengths, cfg, self.mesh, self.gpu)
     inputs = (self.lengths, cfg.batch_size, self.mesh, self.activations)
-    work = workload_of(model, self["partitioner"], *inputs)
+    work = workload.workload_of(model, self["partitioner"], *inputs)
     return work.replace(kernel=kernel, microbatches=self.microbatches, fp8=self.fp8 or work.fp8)
 
   @functools.cached_property
   def activations(self) -> Activations | None:
     """What the model's traced loss keeps; None if it cannot be traced."""
-    return traced_activations(self["model"], self["partitioner"], self.state, self.lengths)
+    return workload.traced_activations(self["model"], self["partitioner"], self.state, self.lengths)
 
   @functools.cached_property
   def flops(self) -> tuple[float, bool]:

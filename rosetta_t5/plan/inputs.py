@@ -10,13 +10,7 @@ from typing import Any
 from rosetta_t5 import checkpoints
 from rosetta_t5.config.configuration import Rows
 from rosetta_t5.config.language.statements import Macro
-from rosetta_t5.data import check_examples, get_dataset
-from rosetta_t5.data.dataset_config import (
-  check_feature_lengths,
-  check_split,
-  find_task_or_mixture,
-  subtasks_with_split,
-)
+from rosetta_t5.data import check_examples, dataset_config, get_dataset
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.prepared import PreparedTask
 from rosetta_t5.data.vocabularies.task_vocabularies import get_vocabulary
@@ -82,13 +76,13 @@ def _dataset_text(cfg: Any) -> str:
 
 def _check_dataset(plan: Any, cfg: Any) -> None:
   """Checks all of a dataset that can be checked without reading an example."""
-  provider = find_task_or_mixture(cfg)
+  provider = dataset_config.find_task_or_mixture(cfg)
   if isinstance(provider, PreparedTask):
     provider.batch_sequence(cfg, 0, 1, 0)
   else:
     _check_files(plan, cfg, provider)
     if plan["model"] is not None and cfg.task_feature_lengths is not None:
-      check_feature_lengths(cfg, plan["model"].FEATURE_CONVERTER_CLS(pack=cfg.pack))
+      dataset_config.check_feature_lengths(cfg, plan["model"].FEATURE_CONVERTER_CLS(pack=cfg.pack))
   verify = plan["verify_matching_vocabs_fn"]
   if verify is not None and plan["model"] is not None and _has_vocabulary_files(plan, cfg):
     verify(cfg, plan["model"])
@@ -100,8 +94,9 @@ def _example_rows(plan: Any, cfg: Any) -> Rows:
   Raises:
     ValueError: they cannot be read, or most targets would lose their end.
   """
-  provider = find_task_or_mixture(cfg)
-  if not all(_lists_only(task.source) for task in subtasks_with_split(cfg, provider)):
+  provider = dataset_config.find_task_or_mixture(cfg)
+  tasks = dataset_config.subtasks_with_split(cfg, provider)
+  if not all(_lists_only(task.source) for task in tasks):
     return []
   steps = plan["relative_steps"] or plan["total_steps"]
   lines = check_examples(cfg, plan["get_dataset_fn"] or get_dataset)(steps)
@@ -111,11 +106,11 @@ def _example_rows(plan: Any, cfg: Any) -> Rows:
 def _check_files(plan: Any, cfg: Any, provider: Any) -> None:
   """Raises ValueError if the split or its files do not exist. Caches have splits of their own."""
   if cfg.use_cached:
-    check_split(cfg, provider)
+    dataset_config.check_split(cfg, provider)
     return
   try:
     _ = provider.splits
-    sources = {task.name: task.source for task in subtasks_with_split(cfg, provider)}
+    sources = {task.name: task.source for task in dataset_config.subtasks_with_split(cfg, provider)}
     # A user's source may write its files when they are first listed, and a check writes nothing.
     unknown = [name for name, source in sources.items() if not _lists_only(source)]
     files = {n: s.list_shards(cfg.split) for n, s in sources.items() if n not in unknown}
@@ -124,7 +119,7 @@ def _check_files(plan: Any, cfg: Any, provider: Any) -> None:
     unknown, files, reason = [cfg.name], {}, reason_of(error)
   plan.resolved.unchecked += [f"the data of the task '{name}' ({reason})" for name in unknown]
   if not unknown:
-    check_split(cfg, provider)
+    dataset_config.check_split(cfg, provider)
   for name, found in files.items():
     if not found:
       raise ValueError(f"no file matches the patterns of the split '{cfg.split}' of '{name}'")

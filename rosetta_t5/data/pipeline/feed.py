@@ -23,7 +23,7 @@ from rosetta_t5.data.pipeline.datasets import HostBatch
 from rosetta_t5.data.prepared.prepared_batches import PreparedIterator
 from rosetta_t5.data.reading import BadExamples
 from rosetta_t5.data.tensorflow_import import tf
-from rosetta_t5.parallel.partitioner import BasePartitioner, DataLayout
+from rosetta_t5.parallel import BasePartitioner, DataLayout
 
 GlobalBatch = dict[str, jax.Array]
 

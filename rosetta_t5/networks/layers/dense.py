@@ -14,16 +14,9 @@ from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Float
 
 from rosetta_t5.networks.gpu_fusion import cast_parameter, computes_on_gpu, separate_from_matmul
+from rosetta_t5.networks.layers import matmuls
 from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 from rosetta_t5.networks.layers.dropout import BatchRows, feature_dropout
-from rosetta_t5.networks.layers.matmuls import (
-  Axes,
-  Matmul,
-  flat_row_axes,
-  is_decoding,
-  is_measured,
-  matmul_of_variables,
-)
 from rosetta_t5.parallel.placement import constrain
 
 Initializer = Callable[..., Array]
@@ -115,7 +108,7 @@ class DenseGeneral(DenseParameters):
     row_axes: the logical axes of the input's first two dimensions.
   """
 
-  matmul: Matmul | None = None
+  matmul: matmuls.Matmul | None = None
   row_axes: tuple[str, str] = ("batch", "length")
 
   @nn.compact
@@ -129,14 +122,14 @@ class DenseGeneral(DenseParameters):
     kernel, bias = self._parameters(inputs)
     if self.matmul is not None:
       _refuse_kfac(self)
-    axes: Axes = flat_row_axes(self.row_axes)
+    axes: matmuls.Axes = matmuls.flat_row_axes(self.row_axes)
     row_shape = leading if len(axes) > 1 else (-1,)
     rows = inputs.astype(self.dtype).reshape(*row_shape, math.prod(inputs.shape[len(leading) :]))
     num_contracted = inputs.ndim - len(leading)
     kernel_axes = self.kernel_axes or (None,) * (num_contracted + 1)
     axes += (kernel_axes[0], kernel_axes[num_contracted if self.nd_kernel else 1])
-    matmul = functools.partial(self.matmul or matmul_of_variables, self)
-    if isinstance(kernel, AdaptedKernel) and is_decoding(self):
+    matmul = functools.partial(self.matmul or matmuls.matmul_of_variables, self)
+    if isinstance(kernel, AdaptedKernel) and matmuls.is_decoding(self):
       kernel = kernel.merged(self.dtype)  # It is computed once, and cached for all steps.
     if isinstance(kernel, AdaptedKernel):
       outputs = kernel.project(self, rows, lambda x, w: matmul(x, w, axes))
@@ -147,7 +140,7 @@ class DenseGeneral(DenseParameters):
 
 
 def _refuse_kfac(module: nn.Module) -> None:
-  if is_measured(module):
+  if matmuls.is_measured(module):
     raise ValueError(
       f"K-FAC cannot measure {module.path[-1]}: set fuse_qkv_params = False and no fp8, or skip the "
       "layer with precondition_by_kfac.skip_layers"
@@ -209,7 +202,7 @@ class MlpBlock(nn.Module):
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
   nd_kernel: bool = False
-  matmul: Matmul | None = None
+  matmul: matmuls.Matmul | None = None
   use_bias: bool = False
   row_axes: tuple[str, str] = ("batch", "length")
   mlp_axis: str = "mlp"
