@@ -1,4 +1,4 @@
-"""Writers for the experiment trackers Weights & Biases and MLflow, in addition to TensorBoard.
+"""Writers for the experiment trackers Weights & Biases, MLflow and Aim, in addition to TensorBoard.
 
 `trainer.Trainer.extra_writers = [@trackers.WandbWriter]` enables one. The packages are not dependencies. A run that is
 restarted in its MODEL_DIR continues the same run of the tracker.
@@ -6,10 +6,13 @@ restarted in its MODEL_DIR continues the same run of the tracker.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import os
+import pathlib
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +34,12 @@ def _import(package: str, writer: str) -> Any:
       f"trackers.{writer} needs the package {package}, which cannot be imported ({error}): "
       f"pip install {package}, or remove it from trainer.Trainer.extra_writers"
     ) from error
+
+
+def _last_checkpoint(folder: str) -> str | None:
+  # Other names are those of checkpoints that are being written or deleted.
+  names = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
+  return os.path.join(folder, max(names, key=lambda name: int(name[11:]))) if names else None
 
 
 class WandbWriter(_Tracker):
@@ -125,10 +134,63 @@ class MlflowWriter(_Tracker):
   def close(self) -> None:
     """Ends the run with training, and stores its last checkpoint if that was asked for."""
     if self._name == "train":
-      found = os.listdir(self._folder) if self._log_checkpoint else []
-      # Other names are those of checkpoints that are being written or deleted.
-      names = [name for name in found if re.fullmatch(r"checkpoint_\d+", name)]
-      for name in sorted(names, key=lambda name: int(name[11:]))[-1:]:
-        path = os.path.join(self._folder, name)
-        self._mlflow.log_artifacts(path, name, run_id=self.run_id)
+      path = _last_checkpoint(self._folder) if self._log_checkpoint else None
+      if path is not None:
+        self._mlflow.log_artifacts(path, os.path.basename(path), run_id=self.run_id)
       self._mlflow.MlflowClient().set_terminated(self.run_id)
+
+
+@functools.cache
+def _aim_run(folder: str, **options: Any) -> Any:
+  """Returns the Aim run of a MODEL_DIR, whose id is in a file there, because Aim chooses the ids."""
+  aim = _import("aim", "AimWriter")
+  file = pathlib.Path(folder, "aim-run.txt")
+  if file.exists():
+    # Of a process that was killed, the lock stays. MODEL_DIR's own lock keeps other processes out.
+    return aim.Run(file.read_text(), force_resume=True, **options)
+  run = aim.Run(**options)
+  run.name, run["model_dir"] = os.path.basename(folder), folder
+  file.parent.mkdir(parents=True, exist_ok=True)
+  file.write_text(run.hash)
+  return run
+
+
+class AimWriter(_Tracker):
+  """Writes to Aim; all writers of a process share one run.
+
+  Attributes:
+    run: the Aim run.
+  """
+
+  _lock = threading.Lock()  # each name is written by a thread of its own
+
+  def __init__(self, name: str, model_dir: str, **options: Any):
+    """Joins the tracker's run of this process, or starts or continues the run of `model_dir`.
+
+    Args:
+      name: the metrics' `context.subset` ("train", "training_eval/TASK").
+      model_dir: the folder of the run's files; its file `aim-run.txt` identifies the run.
+      **options: arguments of `aim.Run`, such as `repo` (a folder or an address) and `experiment`.
+
+    Raises:
+      ValueError: the package aim is not installed.
+    """
+    self._name, self._folder = name, os.path.abspath(model_dir)
+    self.run = _aim_run(self._folder, **options)
+
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    """Writes numbers under their names."""
+    with self._lock:
+      for key, value in scalars.items():
+        self.run.track(float(value), key, int(step), context={"subset": self._name})
+
+  def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+    """Stores texts, such as the configuration, as the run's parameters."""
+    with self._lock:
+      for key, text in texts.items():
+        self.run[key] = text
+
+  def close(self) -> None:
+    """Stores the path of the last checkpoint as the parameter `checkpoint`."""
+    if self._name == "train":
+      self.run["checkpoint"] = _last_checkpoint(self._folder)

@@ -137,3 +137,49 @@ def test_restart_continues_its_weights_and_biases_run(tmp_path):
   other = identities(tmp_path / "other", (False,))
   assert other != names[:1]
   assert len(list(tmp_path.glob(f"wandb/offline-run-*-{names[0]}/*.wandb"))) == 3
+
+
+AIM_PROCESS = """
+import os, sys
+from rosetta_t5.telemetry import trackers
+folder, first = sys.argv[1], int(sys.argv[2])
+train, evaluation = [trackers.AimWriter(name, folder + "/run", repo=folder)
+                     for name in ("train", "training_eval/pile")]
+train.write_texts(0, {"config": f"a = {first}"})
+for step in range(first, first + 2):
+  train.write_scalars(step, {"loss": 10.0 - step})
+evaluation.write_scalars(first, {"loss": 3.0})
+if first:
+  train.close()
+else:
+  os._exit(9)  # killed
+"""
+READ_AIM = """
+import sys, aim
+repo = aim.Repo(sys.argv[1])
+(run,) = repo.iter_runs()
+losses = [metric for metric in run.metrics() if metric.name == "loss"]
+found = {x.context["subset"]: (x.data.items_list()[0], x.data.items_list()[1][0]) for x in losses}
+print(dict(sorted(found.items())), run["config"], run["model_dir"], run["checkpoint"], run.name)
+"""
+
+
+@pytest.mark.slow
+def test_aim_writers_share_one_run_that_a_restart_continues(tmp_path):
+  pytest.importorskip("aim")
+  (tmp_path / "run/checkpoint_9").mkdir(parents=True)
+  (tmp_path / "run/checkpoint_20").mkdir()
+  run = [sys.executable, "-c"]
+  subprocess.run([*run, AIM_PROCESS, str(tmp_path), "0"], check=False)
+  subprocess.run([*run, AIM_PROCESS, str(tmp_path), "2"], check=True)
+  # Aim's queries read an index, which its server writes while it runs.
+  command = "from aim.cli.cli import cli_entry_point as cli; cli()"
+  reindex = ["storage", "--repo", str(tmp_path), "reindex", "--yes"]
+  subprocess.run([*run, command, *reindex], check=True)
+  read = subprocess.run([*run, READ_AIM, str(tmp_path)], check=True, capture_output=True, text=True)
+  metrics = {
+    "train": ([0, 1, 2, 3], [10.0, 9.0, 8.0, 7.0]),
+    "training_eval/pile": ([0, 2], [3.0, 3.0]),
+  }
+  folder = tmp_path / "run"
+  assert read.stdout.strip() == f"{metrics} a = 2 {folder} {folder / 'checkpoint_20'} run"

@@ -60,7 +60,7 @@ CALLED = {
 # The names that gin may pass as arguments but not call, because they may write files or import modules.
 NAMED = {
   "seqio": "Evaluator JSONLogger PyLoggingLogger TensorBoardLogger",
-  "rosetta_t5.telemetry.trackers": "MlflowWriter WandbWriter",
+  "rosetta_t5.telemetry.trackers": "AimWriter MlflowWriter WandbWriter",
   "t5x.checkpoints": "Checkpointer SaveBestCheckpointer",
   "t5x.contrib.moe.checkpoints": "UpcycleCheckpointer",
   "t5x.contrib.moe.trainer": "MoeTrainer",
