@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,9 +25,8 @@ from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.networks.precision import choose_fp8, describe_computation, with_fp8
 from rosetta_t5.parallel.placement import use_placement
 from rosetta_t5.parallel.process_settings import assemble_flags, read_flags
-from rosetta_t5.plan.configurations import USABLE
 from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled, rows_of_sections
-from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe
+from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe, fits_text
 from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import positive_integer, size_text
@@ -112,7 +110,14 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
   # Decoding is counted as if no text ended early.
   trips = plan.lengths["decoder"] if args.step == "predict" else 1
   timeline = time_program(parse_program(hlo), gpu, plan.mesh, trips)
-  memory = _memory_parts(compiled.memory_analysis())
+  sizes = compiled.memory_analysis()
+  memory = {
+    "arguments": sizes.argument_size_in_bytes,
+    "temporaries": sizes.temp_size_in_bytes,
+    # Outputs that overwrite arguments need no memory.
+    "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
+  }
+  used = sum(memory.values())
   flops, is_exact = plan.flops
   peak = timeline.seconds * args.devices * gpu.bfloat16
   mfu = flops / peak if is_exact and args.step == "train" else None
@@ -124,7 +129,7 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
     "gpu": gpu.name,
     "mesh": dict(plan.mesh),
     "compile_seconds": compile_seconds,
-    "memory": {**memory, "peak": sum(memory.values())},
+    "memory": {**memory, "peak": used},
     "kernels_by_kind": add_up(timeline.kernels, "kind"),
     **dataclasses.asdict(timeline),
     "least_step_seconds": timeline.seconds,
@@ -137,31 +142,16 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
       write_atomically(path, text)
   flags_text = " ".join(f"--{name}={value}" for name, value in flags.items()) or "XLA's defaults"
   compiled_text = f"the {args.step} step in {compile_seconds:.0f} s, for {args.devices} {gpu.name}"
+  parts = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items())
   return [
     ("computes", computation),
     ("flags", flags_text),
     ("compiled", compiled_text),
-    ("memory", _memory_text(memory, gpu)),
+    ("memory", f"{fits_text(used, gpu)}; {parts}"),
     *_kernel_rows(timeline, args.top),
     *_collective_rows(timeline),
     *_speed_rows(timeline, speed, mfu, args.devices),
   ]
-
-
-def _memory_parts(memory: Any) -> dict[str, int]:
-  """Returns the bytes of jax's memory analysis by part; outputs that overwrite arguments need none."""
-  return {
-    "arguments": memory.argument_size_in_bytes,
-    "temporaries": memory.temp_size_in_bytes,
-    "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-  }
-
-
-def _memory_text(parts: Mapping[str, int], gpu: Gpu) -> str:
-  peak = sum(parts.values())
-  fits = "fits" if peak <= USABLE * gpu.memory else "DOES NOT FIT"
-  sizes = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-  return f"{size_text(peak)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}; {sizes}"
 
 
 def _speed_rows(timeline: Timeline, speed: float, mfu: float | None, devices: int) -> Rows:

@@ -69,11 +69,6 @@ class Instruction:
     """The bytes of all results."""
     return sum(array.bytes for array in self.arrays)
 
-  @property
-  def source(self) -> str:
-    """Where the user's program computes it: the path of modules and the primitive, or ""."""
-    return self.text("op_name")
-
   def text(self, attribute: str) -> str:
     """Returns the value of an attribute that is a string in quotes; "" if it has none."""
     found = re.search(rf'\b{attribute}="([^"]*)"', self.attributes)

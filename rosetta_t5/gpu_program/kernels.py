@@ -79,7 +79,7 @@ def kernel_of(instruction: Instruction) -> Kernel | None:
   return Kernel(
     name=instruction.name,
     kind=_kind_of(instruction, flops),
-    source=short_source(instruction.source),
+    source=short_source(instruction.text("op_name")),
     flops=flops,
     dtype=dtype,
     bytes=_bytes_moved(instruction),
@@ -130,7 +130,9 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
     number = math.prod(int(size) for size in logits["dimensions"])
     return _attention_flops(matmuls, number, operands[0])
   if "triton" in target:
-    matmuls = next((n for name, n in _OUR_MATMULS.items() if name in instruction.source), 0)
+    matmuls = next(
+      (n for name, n in _OUR_MATMULS.items() if name in instruction.text("op_name")), 0
+    )
     if not matmuls:
       return 0.0, ""
     q, k = operands[0].arrays[0], operands[1].arrays[0]
@@ -269,7 +271,7 @@ def collective_of(instruction: Instruction, mesh: Mapping[str, int]) -> Collecti
   return Collective(
     name=instruction.name,
     kind=kind,
-    source=short_source(instruction.source),
+    source=short_source(instruction.text("op_name")),
     axes=_axes(group, mesh),
     size=size,
     sent=size * _SENT[kind](max(len(group), 1)),

@@ -126,11 +126,9 @@ class DualEncoderModel(EncoderDecoderModel):
 
   def predict_batch_with_aux(self, *args: Any, **kwargs: Any) -> Any:
     """Raises ValueError, because the decoder is not trained."""
-    raise ValueError("a DualEncoderModel predicts no text: use `rosetta-t5 embed`")
+    raise ValueError("a DualEncoderModel predicts and scores no text: use `rosetta-t5 embed`")
 
-  def score_batch(self, *args: Any, **kwargs: Any) -> Any:
-    """Raises ValueError, because the decoder is not trained."""
-    raise ValueError("a DualEncoderModel scores no text: use `rosetta-t5 embed`")
+  score_batch = predict_batch_with_aux
 
 
 def _embed(

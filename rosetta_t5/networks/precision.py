@@ -7,7 +7,6 @@ and attention's own matmuls are computed in `T5Config.dtype`.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -150,15 +149,10 @@ def with_fp8(model: Any, choice: Fp8Choice) -> Any:
 
 def _missing_hardware_support(device: Any) -> str | None:
   """Returns why a kind of device does not support fp8; None if it does."""
-  if device.platform != "gpu":
-    return f"a {device.device_kind} has no fp8 (NVIDIA GPUs have it from Ada and Hopper on)"
-  capability = getattr(device, "compute_capability", "0.0")
-  if float(capability) < _FIRST_CAPABILITY:
-    return (
-      f"a {device.device_kind} of compute capability {capability} has no fp8 "
-      f"(it needs {_FIRST_CAPABILITY} or higher)"
-    )
-  return None
+  capability = float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0
+  if capability >= _FIRST_CAPABILITY:
+    return None
+  return f"a {device.device_kind} has no fp8 (NVIDIA GPUs have it from Ada and Hopper on)"
 
 
 def _current_scaling_matmul(
@@ -197,11 +191,6 @@ def _dimension_numbers(x_NI: jax.Array) -> tuple:
 
 def _transformer_engine_matmul(recipe: str) -> Matmul:
   """Returns Transformer Engine's matmul."""
-  if importlib.util.find_spec("transformer_engine") is None:
-    raise ValueError(
-      "te_helper.TransformerEngineConfig.backend = 'te', but Transformer Engine is not installed: "
-      "set backend = 'native', or pip install transformer-engine[jax] (it builds with CUDA)"
-    )
   from transformer_engine.common import recipe as recipes
   from transformer_engine.jax.flax import make_dot_general_cls
 

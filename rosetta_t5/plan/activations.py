@@ -50,7 +50,11 @@ class Activations:
     """
     self.segments, self.examples = segments, examples
     self._owner = {id(v): n for n, part in enumerate(segments) for v in part.values}
-    self._pairs = {id(v) for part in segments for v in _pairs_of_attention(part)}
+    # The arrays from the first to the second matmul of attention, which a fused kernel does not store.
+    attention = [v for part in segments for v in part.values if is_attention(v)]
+    self._pairs = {
+      id(v) for matmul in attention for x in matmul.operands for v in _path_to_matmul(x)
+    }
     self._roots: dict[int, list[Value]] = {}
     self.kept = functools.cache(self._kept)
 
@@ -99,8 +103,7 @@ class Activations:
         continue
       seen.add(id(value))
       if self._owner.get(id(value)) != number:
-        is_array = value.is_trained and value.primitive != "constant"
-        if is_array:
+        if value.is_trained and value.primitive != "constant":
           yield stored_view(value)
       elif value.primitive == "dot_general" and not (is_fused and self.is_pair(value)):
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in value.operands]
@@ -153,14 +156,6 @@ def stored_view(value: Value) -> Value:
   while _VIEWS.fullmatch(value.primitive) and not value.is_boundary:
     value = value.operands[0]
   return value
-
-
-def _pairs_of_attention(part: Segment) -> Iterator[Value]:
-  """Yields the arrays from the first to the second matmul of attention, which a fused kernel does not store."""
-  for value in part.values:
-    if is_attention(value):
-      for operand in value.operands:
-        yield from _path_to_matmul(operand)
 
 
 def _path_to_matmul(value: Value) -> list[Value]:

@@ -68,19 +68,12 @@ class StateMemory:
   @classmethod
   def of(cls, state: Any, specs: Any, work: Workload) -> StateMemory:
     """Returns the memory of a train state; see `step_memory`."""
-    held = state_bytes(state, specs, work.mesh)
-    leaves = jax.tree.leaves(
-      specs.params, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
-    )
-    params = zip(jax.tree.leaves(state.params), leaves, strict=True)
+    count = functools.partial(array_bytes, mesh=work.mesh)
+    bytes_of_params = jax.tree.leaves(jax.tree.map(count, state.params, specs.params))
     trained = are_trained(state.params, getattr(state, "optimizer_def", None))
-    sizes = [
-      array_bytes(param, spec, work.mesh) * has_gradient
-      for (param, spec), has_gradient in zip(params, trained, strict=True)
-    ]
-    if work.activations is None:
-      return cls(held, sum(sizes), None)
-    return cls(held, sum(sizes), _gradient_bytes(work.activations.segments, sizes, work.itemsize))
+    sizes = [size * is_trained for size, is_trained in zip(bytes_of_params, trained, strict=True)]
+    gradients = None if work.activations is None else _gradient_bytes(work, sizes)
+    return cls(state_bytes(state, specs, work.mesh), sum(sizes), gradients)
 
   def step(self, work: Workload) -> dict[str, float]:
     """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
@@ -90,14 +83,13 @@ class StateMemory:
     return self.held | max(moments, key=lambda parts: sum(parts.values()))
 
 
-def _gradient_bytes(
-  segments: Sequence[Segment], sizes: Sequence[float], itemsize: int
-) -> list[float]:
+def _gradient_bytes(work: Workload, sizes: Sequence[float]) -> list[float]:
   """Returns the bytes of the gradients of the parameters of each segment.
 
-  XLA keeps the gradients of layers in the compute dtype, of `itemsize` bytes, and those of a scan and of what
-  is outside layers in float32.
+  XLA keeps the gradients of layers in the compute dtype, and those of a scan and of what is outside layers
+  in float32.
   """
+  segments = work.activations.segments if work.activations else ()
   of_segment: dict[int, int] = {}
   # Layers first, because what is computed before a scan also reads its stacked parameters, to transpose them.
   for number, part in sorted(enumerate(segments), key=lambda pair: not pair[1].count):
@@ -106,7 +98,7 @@ def _gradient_bytes(
   found = [0.0] * len(segments)
   for parameter, number in of_segment.items():
     is_narrow = segments[number].count and not segments[number].is_scanned
-    found[number] += sizes[parameter] * (itemsize / 4 if is_narrow else 1)
+    found[number] += sizes[parameter] * (work.itemsize / 4 if is_narrow else 1)
   return found
 
 

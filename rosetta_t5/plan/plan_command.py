@@ -75,47 +75,37 @@ def describe_recipe(
 
 
 def _describe(resolved: ResolvedRun, options: argparse.Namespace) -> Rows:
-  estimate = functools.partial(_estimate_rows, mfu=options.mfu)
-  any_precision = options.precision == "any"
-  choices = functools.partial(_choice_rows, mfu=options.mfu, any_precision=any_precision)
   resolved.require_run()
-  plan = Plan(resolved, GPUS[options.gpu])
-  return rows_of_sections((*STEP_SECTIONS, flops_rows, estimate, choices), plan)
+  own = [functools.partial(rows, options=options) for rows in (_estimate_rows, _choice_rows)]
+  return rows_of_sections((*STEP_SECTIONS, flops_rows, *own), Plan(resolved, GPUS[options.gpu]))
 
 
-def _estimate_rows(plan: Plan, mfu: float) -> Rows:
+def _estimate_rows(plan: Plan, options: argparse.Namespace) -> Rows:
   if plan.resolved.problems.messages or not plan.is_training:
     return []
-  flops, _ = plan.flops
   memory = StateMemory.of(plan.state, plan.specs, plan.work)
-  estimate = estimate_step(memory, plan.work, flops, plan.gpu, mfu)
+  estimate = estimate_step(memory, plan.work, plan.flops[0], plan.gpu, options.mfu)
+  parts = (f"{size_text(size):>8}  {name}" for name, size in estimate.memory.items())
   return [
-    *_memory_rows(estimate, plan.gpu),
-    *_time_rows(plan, estimate, mfu),
+    *labeled("memory", [fits_text(sum(estimate.memory.values()), plan.gpu), *parts]),
+    *_time_rows(plan, estimate, options.mfu),
     *_traffic_rows(estimate),
   ]
 
 
-def _memory_rows(estimate: Estimate, gpu: Gpu) -> Rows:
-  """Returns a table of what each GPU holds."""
-  total = sum(estimate.memory.values())
+def fits_text(total: float, gpu: Gpu) -> str:
+  """Returns how much of a GPU's memory so many bytes need, and whether they fit."""
   fits = "fits" if total <= USABLE * gpu.memory else "DOES NOT FIT"
-  parts = (f"{size_text(size):>8}  {name}" for name, size in estimate.memory.items())
-  text = f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}"
-  return labeled("memory", [text, *parts])
+  return f"{size_text(total)} of {size_text(gpu.memory)} on each {gpu.name}: {fits}"
 
 
 def _time_rows(plan: Plan, estimate: Estimate, mfu: float) -> Rows:
   speed = plan.dataset_cfg.batch_size / estimate.step_seconds
-  bubble = (
-    f"{format_seconds(estimate.bubble_seconds)} in the pipeline's bubble, "
-    if estimate.bubble
-    else ""
-  )
-  step = (
-    f"{format_seconds(estimate.step_seconds)}: {format_seconds(estimate.compute_seconds)} at an MFU of {mfu:g}, "
-    f"{bubble}{format_seconds(estimate.waiting_seconds)} waiting for links"
-  )
+  parts = [f"{format_seconds(estimate.compute_seconds)} at an MFU of {mfu:g}"]
+  if estimate.bubble:
+    parts.append(f"{format_seconds(estimate.bubble_seconds)} in the pipeline's bubble")
+  parts.append(f"{format_seconds(estimate.waiting_seconds)} waiting for links")
+  step = f"{format_seconds(estimate.step_seconds)}: {', '.join(parts)}"
   per_gpu = format_number(speed / plan.devices[0])
   text = f"{format_number(speed)} sequences/s, {per_gpu} per GPU"
   return [("step", step), ("speed", text)]
@@ -135,27 +125,24 @@ def _traffic_rows(estimate: Estimate) -> Rows:
   return labeled("sends", lines or ["nothing"])
 
 
-def _choice_rows(plan: Plan, mfu: float, any_precision: bool) -> Rows:
+def _choice_rows(plan: Plan, options: argparse.Namespace) -> Rows:
   """Returns the fastest configurations that fit, with the flags that set them."""
   if plan.resolved.problems.messages or not plan.is_training or plan.activations is None:
     return []
-  choices = best_configurations(plan, mfu, any_precision)
-  if not choices:
-    text = (
-      f"no configuration fits {plan.devices[0]} {plan.gpu.name}: use more GPUs, or a smaller batch"
-    )
-    return [("", ""), ("choices", text)]
+  choices = best_configurations(plan, options.mfu, options.precision == "any")
   text = "the fastest configurations that fit, with the flags that set them:"
+  if not choices:
+    devices = f"{plan.devices[0]} {plan.gpu.name}"
+    text = f"no configuration fits {devices}: use more GPUs, or a smaller batch"
   rows = [("", ""), ("choices", text)]
   for number, choice in enumerate(choices, start=1):
     mesh = " × ".join(f"{name} {size}" for name, size in choice.mesh.items() if size > 1)
     memory = size_text(sum(choice.estimate.memory.values()))
     seconds = choice.estimate.step_seconds
     speed = format_number(plan.dataset_cfg.batch_size / seconds)
-    if choice.work.fp8 != plan.fp8:
-      mesh = f"{mesh or 'one GPU'}, in {'fp8' if choice.work.fp8 else 'bfloat16'}"
-    time = format_seconds(seconds)
-    text = f"{mesh or 'one GPU'}: {time}, {speed} sequences/s, {memory} on each GPU"
+    precision = f", in {'fp8' if choice.work.fp8 else 'bfloat16'}"
+    where = (mesh or "one GPU") + precision * (choice.work.fp8 != plan.fp8)
+    text = f"{where}: {format_seconds(seconds)}, {speed} sequences/s, {memory} on each GPU"
     lines = choice.flags(is_fp8_set=plan["te_config_cls"] is not None)
     rows += labeled(f"{number}.", [text, *(f"{line} \\" for line in lines[:-1]), lines[-1]])
   return rows

@@ -57,10 +57,7 @@ def compute_weighted_cross_entropy(
     ValueError: the shapes do not match.
   """
   if logits.shape[:-1] != targets.shape:
-    raise ValueError(
-      f"targets must have shape {logits.shape[:-1]} for logits of shape {logits.shape}, got "
-      f"{targets.shape}"
-    )
+    raise ValueError(f"targets must have shape {logits.shape[:-1]}, got {targets.shape}")
   loss, z_term = cross_entropy(logits, targets, z_loss, label_smoothing)
   return weighted_sums(loss, z_term, weights, loss_normalizing_factor)
 

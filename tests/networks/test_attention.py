@@ -96,5 +96,5 @@ def test_decoding_steps_equal_the_full_sequence_with_bias_and_mask(params):
 
 def test_decoding_refuses_more_than_one_position(params):
   cache = MODULE.init(jax.random.PRNGKey(0), X, X, decode=True)["cache"]
-  with pytest.raises(ValueError, match=r"one position at a time, got 6: .* without decode"):
+  with pytest.raises(ValueError, match="one position at a time, got 6"):
     MODULE.apply({"params": params, "cache": cache}, X, X, decode=True, mutable=["cache"])

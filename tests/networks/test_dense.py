@@ -28,7 +28,7 @@ def test_kernel_joins_the_dimensions_of_each_side(features, axis):
 
 
 def test_only_the_last_dimensions_can_be_contracted():
-  with pytest.raises(ValueError, match=r"axis = \(0, -1\) for an input of shape \(2, 3, 4, 5\)"):
+  with pytest.raises(ValueError, match=r"last dimensions of \(2, 3, 4, 5\), got \(0, -1\)"):
     DenseGeneral(7, axis=(0, -1)).init(jax.random.PRNGKey(0), X)
 
 

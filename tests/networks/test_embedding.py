@@ -56,9 +56,7 @@ def test_the_table_and_the_sum_of_its_gradient_are_float32():
 
 
 def test_ids_must_be_integers():
-  with pytest.raises(
-    ValueError, match=r"integer or unsigned integer\. Token ids must .* got float32"
-  ):
+  with pytest.raises(ValueError, match="must be an integer or unsigned integer, got float32"):
     Embed(10, 4, cast_input_dtype=jnp.float32).init(jax.random.PRNGKey(0), IDS)
 
 
@@ -127,7 +125,7 @@ def test_in_decoding_the_relative_bias_is_computed_once_and_then_read_from_the_c
   np.testing.assert_array_equal(call({"params": other, **variables}, decode=True), value)
   with pytest.raises(ValueError, match=r"shape \(1, 2, 5, 6\) but .* has the shape \(1, 2, 5, 5\)"):
     bias.apply({"params": table, **variables}, 5, 6, bidirectional=False, decode=True)
-  with pytest.raises(ValueError, match="Set bidirectional=False"):
+  with pytest.raises(ValueError, match=r"bidirectional .* are not supported"):
     bias.apply({"params": table}, 5, 5, decode=True)
   with pytest.raises(ValueError, match=r"use model\.apply to initialize the decoding cache"):
     bias.init(jax.random.PRNGKey(0), 5, 5, bidirectional=False, decode=True)

@@ -132,7 +132,7 @@ class MultiHeadDotProductAttention(nn.Module):
       encoded_mask: True where a query may see a position of `encoded`, [B, 1, T, S].
 
     Raises:
-      ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
+      ValueError: `decode` is set, with several positions.
     """
     mode = self._mode(decode, prefill, merges=encoded is not None)
     visible: Any = mask if mask is None or isinstance(mask, Visibility) else mask != 0
@@ -178,11 +178,6 @@ class MultiHeadDotProductAttention(nn.Module):
     return out(outputs_BTHK)
 
   def _mode(self, decode: bool, prefill: bool, merges: bool) -> AttentionMode:
-    if prefill and decode:
-      raise ValueError(
-        "prefill and decode cannot both be True: first fill the cache with prefill=True, then decode "
-        "position by position with decode=True"
-      )
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
       return AttentionMode.CREATE_CACHE
     if self.has_variable(PRECOMPUTED, "keys") and not merges:
@@ -378,10 +373,7 @@ class MultiHeadDotProductAttention(nn.Module):
   ) -> tuple[Any, ...]:
     """Returns all keys, all values, their mask and bias, and during a beam search the writing beams."""
     if k_B1HK.shape[1] != 1:
-      raise ValueError(
-        f"decoding takes one position at a time, got {k_B1HK.shape[1]}: call the module without "
-        "decode=True for whole sequences"
-      )
+      raise ValueError(f"decode=True takes one position at a time, got {k_B1HK.shape[1]}")
     keys, values, index, beam = self._cache_variables(k_B1HK, v_B1HK)
     position, index.value, length = index.value, index.value + 1, values.value.shape[2]
     slot = position % length if length == self.window else position

@@ -92,10 +92,7 @@ class DenseParameters(nn.Module):
     """Returns the sizes of the dimensions that are not contracted."""
     axes = tuple(axis % inputs.ndim for axis in _as_tuple(self.axis))
     if axes != tuple(range(inputs.ndim - len(axes), inputs.ndim)):
-      raise ValueError(
-        f"DenseGeneral.axis must name the last dimensions of the input, got axis = {self.axis} for "
-        f"an input of shape {inputs.shape}"
-      )
+      raise ValueError(f"axis must be the last dimensions of {inputs.shape}, got {self.axis}")
     return inputs.shape[: inputs.ndim - len(axes)]
 
 

@@ -67,10 +67,7 @@ class Embed(nn.Module):
     if self.cast_input_dtype:
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
-      raise ValueError(
-        "Input type must be an integer or unsigned integer. Token ids must be integers, got "
-        f"{inputs.dtype}; cast them with .astype(jnp.int32)"
-      )
+      raise ValueError(f"Input type must be an integer or unsigned integer, got {inputs.dtype}")
     # The table is gathered from before the cast: casting it first would round its gradient.
     # In T5X an id outside the table is a one-hot row of zeros, which is what `mode="fill"` gives.
     # A table that is split by `embed` is gathered first, since a token needs its whole vector.

@@ -22,6 +22,8 @@ from rosetta_t5.networks.layers.positions import relative_position_bucket
 def block_ids_of(config: NetworkConfig, visible: Any) -> Int[Array, "B T"] | None:
   """Returns the block of each token; None if the network has no blocks.
 
+  It is -1 for padding, and for all tokens of a row without a complete block.
+
   Args:
     config: sizes and settings.
     visible: the `Visibility` of a row's tokens.
@@ -36,11 +38,7 @@ def block_ids_of(config: NetworkConfig, visible: Any) -> Int[Array, "B T"] | Non
       f"{config.name}.global_block_size = {config.global_block_size} does not support packed examples, whose "
       "blocks would overlap: set pack = False for train/utils.DatasetConfig and train_eval/utils.DatasetConfig"
     )
-  return block_ids(visible.query_BT > 0, config.global_block_size)
-
-
-def block_ids(real_BT: Bool[Array, "B T"], size: int) -> Int[Array, "B T"]:
-  """Returns the block of each token; -1 for padding, and for all tokens of a row without a complete block."""
+  real_BT, size = visible.query_BT > 0, config.global_block_size
   position_T = jnp.arange(real_BT.shape[1])
   is_end_T = position_T % size == size - 1
   last_B1 = jnp.sum(real_BT & is_end_T[None], axis=1, keepdims=True) - 1

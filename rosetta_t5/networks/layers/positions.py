@@ -90,10 +90,7 @@ class RelativePositionBiases(nn.Module):
       ValueError: `decode` is set in `init`, with `bidirectional`, or with a cache for other lengths.
     """
     if decode and bidirectional:
-      raise ValueError(
-        "bidirectional RelativePositionBiases are not supported when `decode=True`. Set "
-        "bidirectional=False"
-      )
+      raise ValueError("bidirectional RelativePositionBiases are not supported when `decode=True`.")
     if decode and self.is_initializing():
       raise ValueError(
         "decode-mode cannot be enabled during init. use model.apply to initialize the decoding cache."

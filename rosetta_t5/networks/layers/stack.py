@@ -23,6 +23,16 @@ from rosetta_t5.networks.other_networks import setting_of
 # weights, if it is mutable.
 CROSS_ATTENTION = "cross_attention"
 
+# The collections of variables that layers may have besides parameters.
+_COLLECTIONS = (
+  "cache",
+  "intermediates",
+  PRECOMPUTED,
+  CROSS_ATTENTION,
+  OVERWRITE_WITH_GRADIENT,
+  KFAC_FACTORS,
+)
+
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
 REMAT_POLICIES = {
@@ -161,7 +171,12 @@ def run_stack(
   if period > 1:
     arguments = (config, tuple(kinds[:period]), rematerialized)
   if is_pipelined(module):
-    if reason := pipeline_obstacle(config, _collections_in_use(module)):
+    in_use = [
+      name
+      for name in _COLLECTIONS
+      if module.variables.get(name) or module.is_mutable_collection(name)
+    ]
+    if reason := pipeline_obstacle(config, in_use):
       raise ValueError(reason)
     layer = scanned_cls(*arguments, parent=None)
     policy = REMAT_POLICIES[config.remat_policy]
@@ -172,12 +187,7 @@ def run_stack(
     # Parameters are outputs of the scan only when they are initialized.
     variable_axes={
       "params": axis if module.is_mutable_collection("params") else ScanIn(axis),
-      "cache": 0,
-      PRECOMPUTED: 0,
-      "intermediates": 0,
-      CROSS_ATTENTION: 0,
-      OVERWRITE_WITH_GRADIENT: 0,
-      KFAC_FACTORS: 0,
+      **dict.fromkeys(_COLLECTIONS, 0),
     },
     split_rngs={"params": True, "dropout": True},
     in_axes=(nn.broadcast,),
@@ -197,17 +207,6 @@ def shortest_period(kinds: Sequence[Any]) -> int:
   )
 
 
-def _collections_in_use(module: nn.Module) -> set[str]:
-  """Returns the names of the variable collections that a module has or may write."""
-  present = {name for name, values in module.variables.items() if values}
-  mutable = module.scope.mutable if module.scope is not None else False
-  if isinstance(mutable, (list, tuple, set, frozenset)):
-    return present | set(mutable)
-  if isinstance(mutable, str):
-    return present | {mutable}
-  return present | ({"intermediates"} if mutable else set())  # a filter, such as True
-
-
 # Why layers with variables of a collection cannot run as a pipeline, and what to change.
 _NOT_IN_PIPELINES = {
   OVERWRITE_WITH_GRADIENT: "te_helper.TransformerEngineConfig.recipe = 'delayed' is not supported with a "
@@ -221,7 +220,7 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
 
   Args:
     config: the network's config.
-    collections: the variable collections that its layers read or write in training.
+    collections: the variable collections that its layers read or write in training, besides parameters.
   """
   if has_experts(config):
     return (
@@ -233,13 +232,12 @@ def pipeline_obstacle(config: Any, collections: Collection[str]) -> str | None:
       f"{type(config).__name__}.merged_attention = True is not supported with a pipeline: use the axis 'fsdp' "
       "instead of 'pipeline' in partitioning.PjitPartitioner.mesh"
     )
-  others = sorted(set(collections) - {"params", "params_axes"})
-  if not others:
+  if not collections:
     return None
   reason = (
     "layers of a pipeline must have no variables other than parameters, got the collections "
-    f"{', '.join(others)}: call the model without them"
+    f"{', '.join(sorted(collections))}: call the model without them"
   )
   for name, known_reason in _NOT_IN_PIPELINES.items():
-    reason = known_reason if name in others else reason
+    reason = known_reason if name in collections else reason
   return f"{reason}, or remove 'pipeline' from partitioning.PjitPartitioner.mesh"

@@ -177,22 +177,23 @@ def exact_matmul(a: jax.Array, b: jax.Array) -> jax.Array:
   return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-class ShampooState(NamedTuple):
-  """The state of Shampoo.
+class MatricesState(NamedTuple):
+  """The state of Shampoo or SOAP.
 
   Attributes:
     step: the number of completed steps.
     mu: the first moment.
-    nu: the second moment.
+    nu: the second moment; SOAP's is in the eigenbasis.
     covariances: the averages of G·Gᵀ and Gᵀ·G, as `Factors`.
-    roots: their inverse fourth roots; the inverse square root of one whose other side is too large.
+    preconditioners: Shampoo's are their inverse fourth roots, or the inverse square root of one whose other
+      side is too large; SOAP's are their eigenvectors, as columns.
   """
 
   step: jax.Array
   mu: PyTree
   nu: PyTree
   covariances: PyTree
-  roots: PyTree
+  preconditioners: PyTree
 
 
 def shampoo(
@@ -224,11 +225,11 @@ def shampoo(
       exponent -1/2.
   """
 
-  def init(params: PyTree) -> ShampooState:
+  def init(params: PyTree) -> MatricesState:
     step, mu, nu, zeros = _zeros(params, param_axes, max_precond_dim)
-    return ShampooState(step, mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
+    return MatricesState(step, mu, nu, zeros, jax.tree.map(jnp.copy, zeros))
 
-  def update(grads: PyTree, state: ShampooState, params: PyTree = None) -> tuple[PyTree, Any]:
+  def update(grads: PyTree, state: MatricesState, params: PyTree = None) -> tuple[PyTree, Any]:
     dims = tree_matrix_dims(grads, param_axes)
     step = state.step + 1
     mu = optax.tree.update_moment(grads, state.mu, b1, 1)
@@ -238,13 +239,13 @@ def shampoo(
     roots = jax.lax.cond(
       state.step % precondition_frequency == 0,
       lambda: jax.tree.map(lambda _, sides: _inverse_roots(sides, matrix_eps), grads, covariances),
-      lambda: state.roots,
+      lambda: state.preconditioners,
     )
     mu_hat = optax.tree.bias_correction(mu, b1, step)
     nu_hat = optax.tree.bias_correction(nu, b2, step)
     adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
     updates = jax.tree.map(_graft, multiply(roots, mu_hat, dims), adam, dims)
-    return updates, ShampooState(step, mu, nu, covariances, roots)
+    return updates, MatricesState(step, mu, nu, covariances, roots)
 
   return _with_decay(init, update, weight_decay, learning_rate)
 
@@ -291,24 +292,6 @@ def _with_decay(
   )
 
 
-class SoapState(NamedTuple):
-  """The state of SOAP.
-
-  Attributes:
-    step: the number of completed steps.
-    mu: the first moment.
-    nu: the second moment, in the eigenbasis.
-    covariances: the averages of G·Gᵀ and Gᵀ·G, as `Factors`.
-    bases: their eigenvectors, as columns.
-  """
-
-  step: jax.Array
-  mu: PyTree
-  nu: PyTree
-  covariances: PyTree
-  bases: PyTree
-
-
 def soap(
   learning_rate: Any,
   param_axes: PyTree = None,
@@ -334,31 +317,31 @@ def soap(
     max_precond_dim: a larger side of a matrix has no eigenbasis.
   """
 
-  def init(params: PyTree) -> SoapState:
+  def init(params: PyTree) -> MatricesState:
     step, mu, nu, zeros = _zeros(params, param_axes, max_precond_dim)
     identities = jax.tree.map(lambda x: jnp.broadcast_to(jnp.eye(x.shape[-1]), x.shape), zeros)
-    return SoapState(step, mu, nu, zeros, identities)
+    return MatricesState(step, mu, nu, zeros, identities)
 
-  def update(grads: PyTree, state: SoapState, params: PyTree = None) -> tuple[PyTree, Any]:
+  def update(grads: PyTree, state: MatricesState, params: PyTree = None) -> tuple[PyTree, Any]:
     dims = tree_matrix_dims(grads, param_axes)
     grams = gram_factors(grads, dims, state.covariances)
     covariances = optax.incremental_update(grams, state.covariances, 1 - b2)
 
     def adam_step() -> tuple[PyTree, PyTree, PyTree]:
-      to_basis = jax.tree.map(jnp.matrix_transpose, state.bases)
+      to_basis = jax.tree.map(jnp.matrix_transpose, state.preconditioners)
       mu = optax.tree.update_moment(grads, state.mu, b1, 1)
       nu = optax.tree.update_moment(multiply(to_basis, grads, dims), state.nu, b2, 2)
       mu_hat = optax.tree.bias_correction(multiply(to_basis, mu, dims), b1, state.step)
       nu_hat = optax.tree.bias_correction(nu, b2, state.step)
       adam = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-      return multiply(state.bases, adam, dims), mu, nu
+      return multiply(state.preconditioners, adam, dims), mu, nu
 
     def first_step() -> tuple[PyTree, PyTree, PyTree]:
       return optax.tree.zeros_like(grads), state.mu, state.nu
 
     updates, mu, nu = jax.lax.cond(state.step == 0, first_step, adam_step)
-    bases = _new_bases(state.step, precondition_frequency, covariances, state.bases)
-    return updates, SoapState(state.step + 1, mu, nu, covariances, bases)
+    bases = _new_bases(state.step, precondition_frequency, covariances, state.preconditioners)
+    return updates, MatricesState(state.step + 1, mu, nu, covariances, bases)
 
   return _with_decay(init, update, weight_decay, learning_rate)
 
