@@ -12,19 +12,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from rosetta_t5 import files
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats import mesh_tf, t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.t5x_layouts import STATE_ITEM, state_path
-from rosetta_t5.files import (
-  CHECKSUMS_NAME,
-  DamagedFileError,
-  hash_file,
-  read_json_object,
-  verify_checksums,
-)
 from rosetta_t5.user_errors import reason_of
 
 STEP_PREFIX = "checkpoint"
@@ -33,9 +27,7 @@ ADAPTER = "adapter"
 DATASET_ITEM = "dataset"
 RUN_FACTS = "run_facts.json"
 _STEP_METADATA = "_CHECKPOINT_METADATA"
-_ARRAY_METADATA = "_METADATA"
 _COMMITTED = "commit_success.txt"
-_LEGACY_INDEX = "checkpoint"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(0|[1-9]\d*)")
 # The possible first bytes of a msgpack map. TensorFlow's file of the same name is text.
 _MSGPACK_MAPS = frozenset(range(0x80, 0x90)) | {0xDE, 0xDF}
@@ -94,7 +86,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
   root = epath.Path(directory)
   folders = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
   if os.fspath(root).startswith("gs://"):
-    folders = [f for f in folders if (f / _COMMITTED).exists() or (f / _LEGACY_INDEX).exists()]
+    folders = [f for f in folders if (f / _COMMITTED).exists() or (f / t5x_layouts.INDEX).exists()]
   return sorted(step for folder in folders if (step := step_of(folder)) is not None)
 
 
@@ -193,19 +185,19 @@ def read_run_facts(checkpoint_dir: epath.PathLike) -> dict[str, Any]:
   folder = epath.Path(checkpoint_dir)
   if step_of(folder) is None:
     folder = resolve_checkpoint(folder)
-  verify_checksums(folder, {RUN_FACTS}.__contains__)
-  return read_json_object(folder / RUN_FACTS) if (folder / RUN_FACTS).exists() else {}
+  files.verify_checksums(folder, {RUN_FACTS}.__contains__)
+  return files.read_json_object(folder / RUN_FACTS) if (folder / RUN_FACTS).exists() else {}
 
 
 def _detect_layout(path: epath.Path) -> CheckpointTypes | None:
   folder = state_path(path) if path.is_dir() else path.parent
-  if (folder / _ARRAY_METADATA).exists() or (path / _STEP_METADATA).exists():
+  if (folder / t5x_layouts.METADATA).exists() or (path / _STEP_METADATA).exists():
     return CheckpointTypes.ORBAX
   if hugging_face_folder.is_hugging_face(path):
     return CheckpointTypes.HUGGING_FACE
   if peft_folder.is_peft(path):
     return CheckpointTypes.PEFT
-  for index in (path / STATE_ITEM / _LEGACY_INDEX, path / _LEGACY_INDEX, path):
+  for index in (path / STATE_ITEM / t5x_layouts.INDEX, path / t5x_layouts.INDEX, path):
     if index.is_file() and (found := _detect_by_index(index)):
       return found
   is_tensorflow = any(path.glob("*.ckpt-*.index")) or epath.Path(f"{path}.index").exists()
@@ -221,7 +213,7 @@ def _detect_by_index(index: epath.Path) -> CheckpointTypes | None:
   if not start or start[0] not in _MSGPACK_MAPS:
     return None
   # Orbax's first versions stored the arrays' names in such a file.
-  return CheckpointTypes.ORBAX if b"PLACEHOLDER://" in start else CheckpointTypes.T5X
+  return CheckpointTypes.ORBAX if t5x_layouts.PLACEHOLDER.encode() in start else CheckpointTypes.T5X
 
 
 def describe(path: epath.Path) -> str:
@@ -290,7 +282,7 @@ def adapter_fact(path: epath.PathLike) -> dict[str, Any]:
     return {}
   try:
     return read_run_facts(path).get(ADAPTER) or {}
-  except DamagedFileError as error:
+  except files.DamagedFileError as error:
     raise unreadable_error(path, error) from error
 
 
@@ -320,8 +312,8 @@ def verify_files(path: epath.PathLike, with_dataset: bool = True) -> bool:
     return not is_position or (with_dataset and (folder / name).exists())
 
   try:
-    return verify_checksums(folder, select, (jax.process_index(), jax.process_count()))
-  except (OSError, DamagedFileError) as error:
+    return files.verify_checksums(folder, select, (jax.process_index(), jax.process_count()))
+  except (OSError, files.DamagedFileError) as error:
     raise unreadable_error(path, error) from error
 
 
@@ -333,8 +325,8 @@ def checksums_folder(path: epath.PathLike) -> epath.Path:
 
 def fingerprint(path: epath.PathLike) -> str | None:
   """Returns a hash of the content of the checkpoint at `path`; None if it has no checksums."""
-  file = checksums_folder(path) / CHECKSUMS_NAME
-  return hash_file(file) if file.exists() else None
+  file = checksums_folder(path) / files.CHECKSUMS_NAME
+  return files.hash_file(file) if file.exists() else None
 
 
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:

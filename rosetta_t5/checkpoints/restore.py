@@ -13,16 +13,10 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from rosetta_t5 import terminal
-from rosetta_t5.checkpoints import adapter_checkpoints
+from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
 from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import CheckpointMismatchError, convert_tree
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DAMAGE_ERRORS,
-  adapter_fact,
-  read_arrays,
-  unreadable_error,
-)
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.parallel.axis_rules import partition_specs_of
@@ -105,14 +99,14 @@ def restore_train_state(
   restored = {name: leaf for name, leaf in flat.items() if not hasattr(leaf, "shape")}
   try:
     restored |= _transfer_to_devices(converted, shardings)
-  except DAMAGE_ERRORS as error:
-    raise unreadable_error(path, error) from error
+  except checkpoint_folders.DAMAGE_ERRORS as error:
+    raise checkpoint_folders.unreadable_error(path, error) from error
   for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:
       restored[name] = jax.device_put(leaf, shardings[name])
   restored |= _initialize_missing(restored, train_state, shardings)
   if not transformations:  # They may change the base's values.
-    adapter_checkpoints.check_base(path, adapter_fact(path), restored)
+    adapter_checkpoints.check_base(path, checkpoint_folders.adapter_fact(path), restored)
   return train_state.restore_state(state_dicts.unflatten_state_dict(restored))
 
 
@@ -146,8 +140,8 @@ def find_matching_arrays(
     UnreadableCheckpointError: files are missing or damaged.
   """
   wanted = state_dicts.flatten_arrays(expected)
-  found = dict(read_arrays(path) if arrays is None else arrays)
-  found = adapter_checkpoints.merge_if_unknown(found, wanted, adapter_fact(path))
+  found = dict(checkpoint_folders.read_arrays(path) if arrays is None else arrays)
+  found = adapter_checkpoints.merge_if_unknown(found, wanted, checkpoint_folders.adapter_fact(path))
   if not any(map(_is_optimizer_state, wanted)):
     found = state_dicts.with_averages(found)
   if transformations:

@@ -18,14 +18,8 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rosetta_t5.argument_types import check_one_of
+from rosetta_t5.checkpoints import checkpoint_folders
 from rosetta_t5.checkpoints.arrays import state_dicts
-from rosetta_t5.checkpoints.checkpoint_folders import (
-  DATASET_ITEM,
-  all_steps,
-  checkpoint_path,
-  read_run_facts,
-  resolve_checkpoint,
-)
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.telemetry.event_files import read_event_file
 from rosetta_t5.user_errors import exit_on_user_error
@@ -289,7 +283,7 @@ class Retention:
     return set(worst_first[: max(0, len(older) - self.keep)])
 
   def _is_always_kept(self, step: int) -> bool:
-    folder = checkpoint_path(self.directory, step)
+    folder = checkpoint_folders.checkpoint_path(self.directory, step)
     is_multiple = bool(self.force_keep_period and step % self.force_keep_period == 0)
     return is_multiple or folder in self.protected or is_pinned_checkpoint(folder)
 
@@ -305,20 +299,21 @@ def best_checkpoint(directory: epath.PathLike) -> tuple[epath.Path | None, str]:
 
   Of equal ones it is the last. The result is (None, "") if the run does not compare its checkpoints.
   """
-  steps = all_steps(directory)
-  fact = read_run_facts(checkpoint_path(directory, steps[-1])).get(COMPARED_BY) if steps else None
-  metric, mode = fact or ("", "max")
-  values = populate_metrics_for_steps(directory, metric, steps) if fact else {}
+  steps = checkpoint_folders.all_steps(directory)
+  facts = checkpoint_folders.read_run_facts(directory) if steps else {}
+  metric, mode = facts.get(COMPARED_BY, ("", "max"))
+  values = populate_metrics_for_steps(directory, metric, steps)
   goodness = _goodness(values, mode)
   if not goodness:
     return None, ""
   best = max(goodness, key=lambda step: (goodness[step], step))
-  return checkpoint_path(directory, best), f"{metric.rpartition('/')[2]} {values[best]:.4g}"
+  folder = checkpoint_folders.checkpoint_path(directory, best)
+  return folder, f"{metric.rpartition('/')[2]} {values[best]:.4g}"
 
 
 def checkpoint_to_use(path: epath.PathLike) -> epath.Path:
   """Returns the checkpoint of a run that is not continued: the best, or else as `resolve_checkpoint` does."""
-  return best_checkpoint(path)[0] or resolve_checkpoint(path)
+  return best_checkpoint(path)[0] or checkpoint_folders.resolve_checkpoint(path)
 
 
 def pinned_checkpoint_filepath(ckpt_dir: epath.PathLike) -> str:
@@ -355,7 +350,7 @@ def remove_dataset_checkpoint(ckpt_dir: epath.PathLike, train_ds_prefix: str) ->
   folder = epath.Path(ckpt_dir)
   if is_pinned_checkpoint(folder):
     return
-  for parent in (folder, folder / DATASET_ITEM):
+  for parent in (folder, folder / checkpoint_folders.DATASET_ITEM):
     for position in parent.glob(f"{train_ds_prefix}*"):
       position.rmtree() if position.is_dir() else position.unlink()
 

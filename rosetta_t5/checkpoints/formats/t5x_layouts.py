@@ -26,9 +26,9 @@ STATE_ITEM = "state"
 # The version of T5X's older layout.
 VERSION = 3
 # The msgpack file of small values and of the arrays' paths, in the older layout and in early Orbax.
-_INDEX = "checkpoint"
-_PLACEHOLDER = "PLACEHOLDER://"  # In early Orbax, the path of an array follows it.
-_METADATA = "_METADATA"
+INDEX = "checkpoint"
+PLACEHOLDER = "PLACEHOLDER://"  # In early Orbax, the path of an array follows it.
+METADATA = "_METADATA"
 # T5X's chunk size: large enough for remote storage, small enough to be read in parts.
 _CHUNK_BYTES = 64 * 1024 * 1024
 _LIMITED_CACHE = {"cache_pool": {"total_bytes_limit": 100_000_000}}
@@ -54,15 +54,15 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """
   # Orbax itself would read the outer folder's metadata, which may name handlers of T5X.
   folder = state_path(path)
-  index = folder / _INDEX if folder.is_dir() else folder
-  has_metadata = (folder / _METADATA).exists()
+  index = folder / INDEX if folder.is_dir() else folder
+  has_metadata = (folder / METADATA).exists()
   values, specs = _read_index(index) if index.exists() or not has_metadata else ({}, {})
   return {**values, **_open_arrays(_read_metadata(folder) if has_metadata else specs)}
 
 
 def _read_metadata(folder: epath.Path) -> Specs:
   """Returns TensorStore's spec of each array in the file of metadata."""
-  file = folder / _METADATA
+  file = folder / METADATA
   metadata = read_json_object(file)
   driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
   is_ocdbt = (folder / "manifest.ocdbt").exists()
@@ -94,8 +94,8 @@ def _read_index(index: epath.Path) -> tuple[dict[str, StoredArray], Specs]:
       if isinstance(value, dict):
         # TensorStore before 0.1.14 wrote the path outside `kvstore`.
         specs[name] = _zarr(index.parent, value["kvstore"].get("path") or value["path"])
-      elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
-        specs[name] = _zarr(index.parent, value.removeprefix(_PLACEHOLDER))
+      elif isinstance(value, str) and value.startswith(PLACEHOLDER):
+        specs[name] = _zarr(index.parent, value.removeprefix(PLACEHOLDER))
       elif isinstance(value, np.ndarray | np.generic | int | float):
         values[name] = as_stored_array(value)
   return values, specs
@@ -164,7 +164,7 @@ def write_older(folder: epath.PathLike, arrays: Mapping[str, Any]) -> None:
     bucket = {"bucket": "t5x-dummy-bucket"} if "bucket" in store else {}
     index[name] = {**spec, "kvstore": {**store, "path": inner + "/", **bucket}}
   contents = {"version": VERSION, "optimizer": state_dicts.unflatten_state_dict(index)}
-  (root / _INDEX).write_bytes(serialization.msgpack_serialize(contents))
+  (root / INDEX).write_bytes(serialization.msgpack_serialize(contents))
 
 
 def _kvstore(path: epath.PathLike) -> dict[str, Any]:

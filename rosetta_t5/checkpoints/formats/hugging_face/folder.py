@@ -113,9 +113,7 @@ def is_decoder(config: Config) -> bool:
 
 def has_shifted_ids(config: Config) -> bool:
   """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
-  family = BY_MODEL_TYPE.get(config.get("model_type"))
-  shifts = family is not None and family.SHIFTS_IDS
-  return shifts and not config.get(name_tables.PADDING_IS_TOKEN_0)
+  return is_decoder(config) and not config.get(name_tables.PADDING_IS_TOKEN_0)
 
 
 def read_config(file: epath.PathLike) -> dict[str, Any]:
@@ -153,9 +151,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   root = epath.Path(path)
   config = read_config(root / CONFIG)
   family = BY_MODEL_TYPE[config["model_type"]]
-  # Transformers adds this prefix where a GPT is saved with its output layer.
-  weights = {name.removeprefix("transformer."): x for name, x in _text_weights(root).items()}
-  used = {name: array for name, array in weights.items() if not family.IGNORED.fullmatch(name)}
+  used = {name: x for name, x in _text_weights(root).items() if not family.IGNORED.fullmatch(name)}
   arrays: dict[str, StoredArray] = family.read_arrays(used, config)
   network_settings(root / CONFIG, config, arrays)
   return arrays
@@ -208,7 +204,6 @@ def make_config_and_weights(
   config = {
     **family.DEFAULTS,
     **kept,
-    **{entry: getattr(network, field) for entry, field in family.SIZES[name].items()},
     **family.make_config(arrays, network, name, source_config, ids_are_shifted),
     "model_type": name,
     "architectures": [architecture(name, network)],

@@ -31,12 +31,8 @@ _TENSOR = re.compile(
   rf"{re.escape(PREFIX)}(.+)\.(lora_A\.weight|lora_B\.weight|lora_magnitude_vector|ia3_l)(?:\.weight)?"
 )
 PROMPT = "prompt_embeddings"
-LORA_A, LORA_B, MAGNITUDE, IA3_VECTOR = (
-  "lora_A.weight",
-  "lora_B.weight",
-  "lora_magnitude_vector",
-  "ia3_l",
-)
+LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
+MAGNITUDE, IA3_VECTOR = "lora_magnitude_vector", "ia3_l"
 
 
 class Module(NamedTuple):

@@ -11,25 +11,13 @@ from etils import epath
 from safetensors.numpy import save_file
 
 from rosetta_t5 import adapters
+from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
-from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import (
-  CONFIG,
-  IA3_VECTOR,
-  LORA_A,
-  LORA_B,
-  MAGNITUDE,
-  PREFIX,
-  PROMPT,
-  TYPES,
-  WEIGHTS,
-  Module,
-  modules_of,
-  most_common,
-  prompt_scale,
-  short_name,
-  target_names,
-)
+from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Module, most_common, short_name
+
+# {Transformers' name of a module: {kind of tensor: tensor}}.
+Groups = dict[str, dict[str, np.ndarray]]
 
 
 def write(
@@ -47,7 +35,7 @@ def write(
   Raises:
     ValueError: PEFT has no such adapter.
   """
-  kinds = [kind for kind, cls in TYPES.items() if type(adapter) is cls]
+  kinds = [kind for kind, cls in peft_folder.TYPES.items() if type(adapter) is cls]
   if not kinds:
     raise ValueError(
       f"PEFT has no adapters.{type(adapter).__name__}: use --to hf, which writes the whole model"
@@ -62,15 +50,17 @@ def write(
       "num_layers": 1,
       "num_attention_heads": 1,
     }
-    tensors = {PROMPT: prompt.get() / prompt_scale(arrays, prompt.shape[1])}
+    tensors = {peft_folder.PROMPT: prompt.get() / peft_folder.prompt_scale(arrays, prompt.shape[1])}
   else:
     base_arrays = {n: x for n, x in arrays.items() if not n.endswith(adapter.suffixes)}
-    modules = modules_of(base_arrays, config)
-    if isinstance(adapter, adapters.LoRA):
-      settings, tensors = _lora_files(adapter, arrays, modules)
-    else:
-      assert isinstance(adapter, adapters.IA3)
-      settings, tensors = _ia3_files(adapter, arrays, modules)
+    modules = peft_folder.modules_of(base_arrays, config)
+    describe: Any = _describe_lora if isinstance(adapter, adapters.LoRA) else _describe_ia3
+    settings, groups = describe(adapter, arrays, modules)
+    tensors = {
+      f"{peft_folder.PREFIX}{name}.{kind}": x
+      for name, of in groups.items()
+      for kind, x in of.items()
+    }
     is_transposed = next(iter(modules.values())).is_transposed
     settings |= {"fan_in_fan_out": not is_transposed}
   is_decoder = BY_MODEL_TYPE[config["model_type"]].IS_DECODER
@@ -80,16 +70,16 @@ def write(
     "base_model_name_or_path": base,
     "inference_mode": True,
   }
-  (root / CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+  (root / peft_folder.CONFIG).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
   in_order = {name: np.ascontiguousarray(x, np.float32) for name, x in tensors.items()}
-  save_file(in_order, os.fspath(root / WEIGHTS), metadata={"format": "pt"})
+  save_file(in_order, os.fspath(root / peft_folder.WEIGHTS), metadata={"format": "pt"})
 
 
-def _lora_files(
+def _describe_lora(
   adapter: adapters.LoRA, arrays: Arrays, modules: Mapping[str, Module]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], Groups]:
   """Returns adapter_config.json's entries, and the tensors, of a LoRA."""
-  tensors: dict[str, np.ndarray] = {}
+  groups: Groups = {}
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
   for name, module in modules.items():
@@ -98,11 +88,10 @@ def _lora_files(
     a_RI, b_OR, factor = _joined_lora(adapter, arrays, module)
     ranks[name] = len(a_RI)
     alphas[name] = factor * (math.sqrt(len(a_RI)) if adapter.rslora else len(a_RI))
-    tensors |= {f"{PREFIX}{name}.{LORA_A}": a_RI, f"{PREFIX}{name}.{LORA_B}": b_OR}
+    groups[name] = {peft_folder.LORA_A: a_RI, peft_folder.LORA_B: b_OR}
     if adapter.dora:
-      tensors[f"{PREFIX}{name}.{MAGNITUDE}"] = np.concatenate(
-        [_magnitude(arrays, ours) for ours in module.kernels]
-      )
+      magnitudes = [_magnitude(arrays, ours) for ours in module.kernels]
+      groups[name][peft_folder.MAGNITUDE] = np.concatenate(magnitudes)
   rank, alpha = most_common(ranks.values()), most_common(alphas.values())
   return {
     "r": rank,
@@ -111,10 +100,10 @@ def _lora_files(
     "bias": "none",
     "use_rslora": adapter.rslora,
     "use_dora": adapter.dora,
-    "target_modules": list(target_names(ranks, modules, ".")),
+    "target_modules": list(peft_folder.target_names(ranks, modules, ".")),
     "rank_pattern": {name: x for name, x in ranks.items() if x != rank},
     "alpha_pattern": {name: x for name, x in alphas.items() if x != alpha},
-  }, tensors
+  }, groups
 
 
 def _joined_lora(
@@ -149,31 +138,29 @@ def _magnitude(arrays: Arrays, kernel: str) -> np.ndarray:
   return norms
 
 
-def _ia3_files(
+def _describe_ia3(
   adapter: adapters.IA3, arrays: Arrays, modules: Mapping[str, Module]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], Groups]:
   """Returns adapter_config.json's entries, and the tensors, of an (IA)³."""
-  tensors: dict[str, np.ndarray] = {}
+  groups: Groups = {}
   of_inputs = set()
   for name, module in modules.items():
-    found = {n: arrays.get(f"{n}/ia3_scaling") for n in module.kernels}
-    vectors = [None if x is None else x.get() for x in found.values()]
-    if all(x is None for x in vectors):
+    found = [arrays.get(f"{n}/ia3_scaling") for n in module.kernels]
+    ones = np.ones(module.outputs, np.float32)
+    vectors = [ones if x is None else x.get() for x in found]
+    if not any(found):
       continue
     if adapter.scales_inputs(short_name(module.kernels[0])):
-      first = vectors[0]
-      if first is None or any(x is None or not np.array_equal(x, first) for x in vectors):
+      if not all(found) or any(not np.array_equal(x, vectors[0]) for x in vectors):
         raise ValueError(
           f"PEFT cannot scale the inputs of {', '.join(module.kernels)} by different vectors, because they are "
           f"one matrix, {name}"
         )
       of_inputs.add(name)
-      tensors[f"{PREFIX}{name}.{IA3_VECTOR}"] = first[None]
+      groups[name] = {peft_folder.IA3_VECTOR: vectors[0][None]}
     else:
-      ones = np.ones(module.outputs, np.float32)
-      joined = np.concatenate([ones if x is None else x for x in vectors])
-      tensors[f"{PREFIX}{name}.{IA3_VECTOR}"] = joined[:, None]
-  changed = {name.removeprefix(PREFIX).removesuffix(f".{IA3_VECTOR}") for name in tensors}
+      groups[name] = {peft_folder.IA3_VECTOR: np.concatenate(vectors)[:, None]}
   # PEFT requires that the names of the one are among those of the other.
-  inputs, outputs = (target_names(x, modules, ".") for x in (of_inputs, changed - of_inputs))
-  return {"target_modules": [*inputs, *outputs], "feedforward_modules": list(inputs)}, tensors
+  of_outputs = groups.keys() - of_inputs
+  inputs, outputs = (peft_folder.target_names(x, modules, ".") for x in (of_inputs, of_outputs))
+  return {"target_modules": [*inputs, *outputs], "feedforward_modules": list(inputs)}, groups

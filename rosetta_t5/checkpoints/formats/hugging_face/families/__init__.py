@@ -4,12 +4,11 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
 
   MODEL_TYPES       {model_type: the class in Transformers, or its beginning if there are an encoder's and
                     an encoder-decoder's}
-  IS_DECODER        whether the networks are decoders (TransformerConfig), else T5s (T5Config)
-  SHIFTS_IDS        whether our ids are one higher, because id 0 is not padding there
+  IS_DECODER        whether the networks are decoders (TransformerConfig), else T5s (T5Config); a decoder's
+                    ids are one higher than Transformers', unless id 0 is padding there too
   FIXED             entries of config.json with the only value that our networks support, the default
   CLASS_DEFAULTS    {model_type: entries of config.json that mean this where a folder leaves them out}
   DEFAULTS          entries of config.json for a model that does not come from one
-  SIZES             {model_type: {entry of config.json: field of the network's config}} of the sizes
   IGNORED           a compiled pattern of Transformers' names that are no weights, or that it ignores
   weight_table      (config.json) → the `WeightMapping`s of all weights, by the names of Transformers' modules
   has               (weights) → whether they are of this family; the first such module is used

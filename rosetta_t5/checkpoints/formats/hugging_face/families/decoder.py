@@ -26,12 +26,10 @@ MODEL_TYPES = {
   "cohere": "CohereForCausalLM",  # Command R, Aya 23
 }
 IS_DECODER = True
-SHIFTS_IDS = True
 EMBEDDING = "target/decoder/token_embedder/embedding"
 FIXED: Config = {}
 DEFAULTS: Config = {}
 CLASS_DEFAULTS = {name: layer_settings.CLASS_DEFAULTS[name] for name in MODEL_TYPES}
-SIZES: dict[str, Any] = {name: {} for name in MODEL_TYPES}  # make_config writes them
 _ROWS_MULTIPLE = 128
 IGNORED = re.compile(r".*\.inv_freq")
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -19,7 +19,6 @@ from rosetta_t5.networks.config import TransformerConfig
 
 MODEL_TYPES = {"gpt2": "GPT2LMHeadModel", "gpt_neo": "GPTNeoForCausalLM"}
 IS_DECODER = True
-SHIFTS_IDS = True
 FIXED = {
   "scale_attn_weights": True,
   "scale_attn_by_inverse_layer_idx": False,
@@ -28,7 +27,8 @@ FIXED = {
 }
 DEFAULTS: Config = {}
 CLASS_DEFAULTS: dict[str, Config] = {}
-SIZES = {
+# {model_type: {entry of config.json: field of the network's config}}
+_SIZES = {
   "gpt2": {
     "n_embd": "emb_dim",
     "n_head": "num_heads",
@@ -47,8 +47,9 @@ SIZES = {
 EMBEDDING = "target/decoder/token_embedder/embedding"
 _POSITIONS = "target/decoder/position_embedding"
 # Masks in PyTorch's files, which are not weights.
-IGNORED = re.compile(r"h\.\d+\.(attn|crossattention)\.(attention\.)?(masked_)?bias")
+IGNORED = re.compile(r"(transformer\.)?h\.\d+\.(attn|crossattention)\.(attention\.)?(masked_)?bias")
 _LAYER = "target/decoder/layers_{n}"
+_PREFIX = "transformer."
 _HEADS = ("query", "key", "value")
 # {model_type: {Transformers' name: our names}} of a layer's matrices. GPT-2 joins three of them.
 _MATRICES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -78,24 +79,20 @@ def has(arrays: Arrays) -> bool:
 
 def weight_table(config: Config) -> list[WeightMapping]:
   """Returns all weights, by the names in a model with an output layer."""
-  table = _weight_table(config["model_type"])
-  return [row._replace(theirs=f"transformer.{row.theirs}") for row in table]
-
-
-def _weight_table(model_type: str) -> list[WeightMapping]:
-  """Returns all weights of a type of model; names lack the prefix `transformer.`."""
-  is_neo = model_type == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias
+  is_neo = (
+    config["model_type"] == "gpt_neo"
+  )  # whose matrices are [out, in], and some of which have no bias
   table = [WeightMapping("wte.weight", (EMBEDDING,)), WeightMapping("wpe.weight", (_POSITIONS,))]
   for theirs, ours in _NORMS.items():
     table.append(WeightMapping(f"{theirs}.weight", (f"{ours}/scale",)))
     table.append(WeightMapping(f"{theirs}.bias", (f"{ours}/bias",)))
-  matrices = _MATRICES[model_type] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
+  matrices = _MATRICES[config["model_type"]] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
   for name, parts in matrices.items():
     kernels, biases = (tuple(f"{_LAYER}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
     table.append(WeightMapping(f"h.{{n}}.{name}.weight", kernels, is_neo))
     if not (is_neo and parts[0].endswith(_HEADS)):
       table.append(WeightMapping(f"h.{{n}}.{name}.bias", biases))
-  return table
+  return [row._replace(theirs=f"{_PREFIX}{row.theirs}") for row in table]
 
 
 def sizes(arrays: Arrays) -> dict[str, int]:
@@ -158,7 +155,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {our name: array} of a model's weights; the values are read later.
 
   Args:
-    weights: {Transformers' name: array}, without the prefix `transformer.`.
+    weights: {Transformers' name: array}.
     config: the content of config.json.
 
   Raises:
@@ -166,9 +163,13 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """
   model_type, weights = config["model_type"], dict(weights)
   head = weights.pop("lm_head.weight", None)
-  if head is not None and not name_tables.are_equal(head, weights.get("wte.weight", head)):
+  # Without its output layer, a GPT is saved without the prefix.
+  weights = {f"{_PREFIX}{name.removeprefix(_PREFIX)}": x for name, x in weights.items()}
+  if head is not None and not name_tables.are_equal(
+    head, weights.get(f"{_PREFIX}wte.weight", head)
+  ):
     raise ValueError("lm_head.weight must equal wte.weight: this project's GPTs have tied tables")
-  arrays = name_tables.from_transformers(weights, _weight_table(model_type), model_type)
+  arrays = name_tables.from_transformers(weights, weight_table(config), model_type)
   if not config.get(name_tables.PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
     start = name_tables.start_token({**config, "vocab_size": table_VD.shape[0]})
@@ -189,7 +190,9 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
     ValueError: the weights are not those of a GPT, or the network's settings are not known.
   """
   layers = range(name_tables.count_layers(arrays, "target/decoder/layers_"))
-  names = {x.format(n=n) for row in _weight_table("gpt2") for x in row.ours for n in layers}
+  names = {
+    x.format(n=n) for row in weight_table({"model_type": "gpt2"}) for x in row.ours for n in layers
+  }
   if differing := names ^ arrays.keys():
     raise ValueError(
       "decoders are written for Transformers as GPT-2 or GPT-Neo, which have learned positions, layer "
@@ -223,6 +226,7 @@ def make_config(
   """
   _check_network(arrays, network, model_type)
   return {
+    **{entry: getattr(network, field) for entry, field in _SIZES[model_type].items()},
     **(_attention_types(network) if model_type == "gpt_neo" else {}),
     **_vocabulary_entries(arrays[EMBEDDING], source, is_shifted),
     "activation_function": name_tables.their_activation(network.mlp_activations[0]),
@@ -276,7 +280,7 @@ def _vocabulary_entries(table: StoredArray, source: Config, is_shifted: bool) ->
 
 def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {Transformers' name: array} for weights in the plain tree and their config.json."""
-  model_type, is_neo = config["model_type"], config["model_type"] == "gpt_neo"
+  is_neo = config["model_type"] == "gpt_neo"
   kept = {n: x for n, x in arrays.items() if not (is_neo and _HEAD_BIAS.fullmatch(n))}
   if not config.get(name_tables.PADDING_IS_TOKEN_0):
     table_VD = arrays[EMBEDDING]
@@ -285,5 +289,4 @@ def make_weights(arrays: Arrays, config: Config) -> dict[str, StoredArray]:
       # Row 0 is no longer a copy of another token's row, so it becomes the last one.
       parts.append(lazy_arrays.slice_axis(table_VD, 0, 0, 1))
     kept[EMBEDDING] = lazy_arrays.concatenate(parts, 0)
-  theirs = name_tables.to_transformers(kept, _weight_table(model_type), model_type)
-  return {f"transformer.{name}": array for name, array in theirs.items()}
+  return name_tables.to_transformers(kept, weight_table(config), config["model_type"])

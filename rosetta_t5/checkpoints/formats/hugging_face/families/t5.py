@@ -7,15 +7,9 @@ import math
 import re
 from typing import Any
 
+from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, scale, transpose
-from rosetta_t5.checkpoints.arrays.parameter_trees import (
-  ATTENTION_MATRICES,
-  EMBEDDING,
-  HEAD,
-  NORMS,
-  has_own_biases,
-  rename_shared_biases,
-)
+from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, HEAD
 from rosetta_t5.checkpoints.formats.hugging_face import long_t5, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config, WeightMapping
 from rosetta_t5.networks.config import T5Config
@@ -29,7 +23,6 @@ MODEL_TYPES = {
   _SWITCH: "SwitchTransformers",
 }
 IS_DECODER = False
-SHIFTS_IDS = False
 FIXED = {"router_bias": False}
 CLASS_DEFAULTS: dict[str, Config] = {}
 DEFAULTS = {"dropout_rate": 0.1, "initializer_factor": 1.0, "pad_token_id": 0, "eos_token_id": 1}
@@ -43,7 +36,6 @@ _SIZES = {
   "num_decoder_layers": "num_decoder_layers",
   "relative_attention_num_buckets": "num_buckets",
 }
-SIZES = dict.fromkeys(MODEL_TYPES, _SIZES)
 # Mesh TensorFlow's T5 1.0 had such a bias, which Transformers ignores.
 IGNORED = re.compile(
   r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
@@ -82,7 +74,7 @@ def weight_table(config: Config) -> list[WeightMapping]:
   if model_type == _LONG:
     local = long_t5.attention_name(config)
     table += long_t5.block_table(config)
-  for side, norms in NORMS.items():
+  for side, norms in parameter_trees.NORMS.items():
     attention = local if side == "encoder" else "SelfAttention"
     norm = (f"target/{side}/{side}_norm/scale",)
     table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm, is_required=False))
@@ -92,7 +84,7 @@ def weight_table(config: Config) -> list[WeightMapping]:
     required |= {
       f"{their_block.format(attention=attention)}.{letter}": f"{our_block}/{name}/kernel"
       for their_block, our_block in _ATTENTIONS[side].items()
-      for letter, name in ATTENTION_MATRICES.items()
+      for letter, name in parameter_trees.ATTENTION_MATRICES.items()
     }
     optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1")}
     optional[f"0.{attention}.relative_attention_bias"] = "relpos_bias/rel_embedding"
@@ -120,12 +112,12 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """
   table = weight_table(config)
   arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
-  arrays = rename_shared_biases(arrays)
+  arrays = parameter_trees.rename_shared_biases(arrays)
   return _with_head(arrays, config) if _count_layers(arrays)["decoder"] else arrays
 
 
 def _count_layers(arrays: Arrays) -> dict[str, int]:
-  return {side: name_tables.count_layers(arrays, f"target/{side}/layers_") for side in NORMS}
+  return {side: name_tables.count_layers(arrays, f"target/{side}/layers_") for side in _ATTENTIONS}
 
 
 def _share_table(weights: Arrays) -> dict[str, StoredArray]:
@@ -273,7 +265,7 @@ def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
   """
   if _count_experts(arrays):
     return _SWITCH
-  if has_own_biases(arrays):
+  if parameter_trees.has_own_biases(arrays):
     return "umt5"
   if network is not None and network.of_side("encoder").window is not None:
     return _LONG
@@ -304,6 +296,7 @@ def make_config(
   is_scaled = HEAD not in arrays or (model_type == "umt5" and is_from_5)
   is_scaled &= network.divide_tied_logits
   return {
+    **{entry: getattr(network, field) for entry, field in _SIZES.items()},
     **({} if has_decoder else {"num_decoder_layers": network.num_encoder_layers}),
     "relative_attention_max_distance": network.max_distance,
     "layer_norm_epsilon": network.norm_epsilon,

@@ -19,12 +19,10 @@ from rosetta_t5.networks.config import T5Config
 _SECOND = "t5gemma2"
 MODEL_TYPES = {"t5gemma": "T5Gemma", _SECOND: "T5Gemma2"}
 IS_DECODER = False
-SHIFTS_IDS = False
 FIXED: Config = {}
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 DEFAULTS: Config = {"dropout_rate": 0.0, **_IDS}
 CLASS_DEFAULTS = {key: {"tie_word_embeddings": True, **DEFAULTS} for key in MODEL_TYPES}
-SIZES: dict[str, Any] = {key: {} for key in MODEL_TYPES}
 IGNORED = re.compile(r".*\.inv_freq")
 _SIDES = ("encoder", "decoder")
 _OWN_TABLE = "target/{}/token_embedder/embedding"
