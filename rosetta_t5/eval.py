@@ -13,13 +13,8 @@ from etils import epath
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed
 from rosetta_t5.distributed import Watchdog
-from rosetta_t5.inference.evaluation import (
-  FOLDER,
-  InferenceEvaluator,
-  LossEvaluation,
-  Values,
-  plain_numbers,
-)
+from rosetta_t5.inference import evaluation as evaluations
+from rosetta_t5.inference.evaluation import LossEvaluation, Values
 from rosetta_t5.inference.result_files import check_output_dir
 from rosetta_t5.inference.sample_predictions import SampleLog
 from rosetta_t5.models import BaseModel
@@ -85,7 +80,7 @@ def evaluate(
 
   # Data, and the shapes of the state.
   data.check_same_files(dataset_cfg)
-  evaluator = InferenceEvaluator(
+  evaluator = evaluations.InferenceEvaluator(
     dataset_cfg,
     inference_evaluator_cls,
     model=model,
@@ -135,7 +130,7 @@ def evaluate(
       if trainer is not None:
         trainer.train_state = state
         losses.run(trainer)
-      results[step] = plain_numbers(evaluator.evaluate(state, state_axes).result())
+      results[step] = evaluations.plain_numbers(evaluator.evaluate(state, state_axes).result())
       counts = evaluator.num_examples()
       table[step] = {
         task: {"examples": counts[task], **values} for task, values in results[step].items()
@@ -152,7 +147,7 @@ def evaluate(
     trainer.close()
   if results:
     terminal.print_line(format_metrics_table(table))
-    terminal.print_line(f"results  {os.path.join(output_dir, FOLDER)}")
+    terminal.print_line(f"results  {os.path.join(output_dir, evaluations.FOLDER)}")
   return results
 
 

@@ -16,14 +16,8 @@ from rosetta_t5.argument_types import FolderName, NonNegative, Positive, Seed, c
 from rosetta_t5.data.pipeline.data_description import describe_tasks
 from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
+from rosetta_t5.inference import infer_fn as inference
 from rosetta_t5.inference import result_files
-from rosetta_t5.inference.infer_fn import (
-  InferFn,
-  check_buckets,
-  get_infer_fn,
-  inference_step,
-  notes_on_tokens_left_behind,
-)
 from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
@@ -98,7 +92,7 @@ def infer(
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   result_files.check_output_dir("infer.output_dir", output_dir)
   _, paths = checkpoints.find_checkpoints([restore_checkpoint_cfg])
-  buckets = check_buckets(input_length_buckets, model)
+  buckets = inference.check_buckets(input_length_buckets, model)
 
   # Data, and the shapes of the state.
   data.check_same_files(dataset_cfg)
@@ -129,8 +123,8 @@ def infer(
 
   # Results, task by task.
   infer_fn = functools.partial(
-    get_infer_fn(
-      inference_step(model, result_files.MODES[mode]),
+    inference.get_infer_fn(
+      inference.inference_step(model, result_files.MODES[mode]),
       batch_size=batch_size,
       train_state_axes=initializer.train_state_axes,
       partitioner=partitioner,
@@ -178,7 +172,10 @@ def infer(
 
 
 def _infer_task(
-  infer_fn: InferFn, chunks: Iterator[Any], write_chunk: Callable[..., None], watchdog: Watchdog
+  infer_fn: inference.InferFn,
+  chunks: Iterator[Any],
+  write_chunk: Callable[..., None],
+  watchdog: Watchdog,
 ) -> None:
   """Computes the results of the chunks; each is written while the next is computed."""
   writer = result_files.FailFastThreadPoolExecutor(max_workers=1)
@@ -192,7 +189,7 @@ def _infer_task(
       outputs, aux = result if isinstance(result, tuple) else (result, {})
       speed = len(outputs) / (time.monotonic() - started)
       terminal.print_line(f"chunk {number}: {len(outputs)} examples, {speed:.4g} a second")
-      for note in notes_on_tokens_left_behind(aux):
+      for note in inference.notes_on_tokens_left_behind(aux):
         terminal.print_line(f"note     chunk {number}: {note}")
       if jax.process_index() == 0:
         writer.submit(write_chunk, number, ([output for _, output in outputs], aux), task_ds)

@@ -140,15 +140,13 @@ def find_start_checkpoint(
 def read_start_facts(model_dir: epath.PathLike, restore_path: str | None) -> dict[str, Any]:
   """Returns the run facts with which a run in `model_dir` continues; {} if it starts anew.
 
-  If those of `restore_path` are damaged or missing, they are read from the checkpoints before it, to
+  If those of the latest checkpoint are damaged or missing, they are read from the checkpoints before it, to
   which the run falls back.
   """
-  if restore_path is None or epath.Path(restore_path).parent != epath.Path(model_dir):
-    return {}
-  steps = reversed(folders.older_steps(restore_path))
-  for path in (restore_path, *(folders.checkpoint_path(model_dir, step) for step in steps)):
+  is_own = restore_path and epath.Path(restore_path).parent == epath.Path(model_dir)
+  for step in reversed(folders.all_steps(model_dir) if is_own else []):
     with contextlib.suppress(ValueError):
-      if facts := folders.read_run_facts(path):
+      if facts := folders.read_run_facts(folders.checkpoint_path(model_dir, step)):
         return facts
   return {}
 

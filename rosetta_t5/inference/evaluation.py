@@ -195,7 +195,7 @@ class LossEvaluation:
   partitioner: BasePartitioner
 
   def __post_init__(self) -> None:
-    self._datasets = _run_in_background(self._open_datasets)
+    self._datasets = ThreadPoolExecutor(1).submit(self._open_datasets)
     self._sampler: Callable[[Any], list[Sample]] | None = None
 
   def _open_datasets(self) -> Mapping[str, Any]:
@@ -263,7 +263,7 @@ class PredictionEvaluation:
       *arguments: the further arguments of `InferenceEvaluator`.
     """
     self.cfg = cfg
-    self._evaluator = _run_in_background(
+    self._evaluator: Future[Any] = ThreadPoolExecutor(1).submit(
       lambda: None if cfg is None else InferenceEvaluator(cfg, *arguments)
     )
     self._pending: Future[Any] | None = None
@@ -315,10 +315,3 @@ def _first_rows(dataset: Any, number: int) -> list[Row]:
   batch = {name: np.asarray(x) for name, x in next(as_batch_iterator(dataset)).items()}
   rows = range(min(number, *map(len, batch.values())))
   return [{name: x[row] for name, x in batch.items()} for row in rows]
-
-
-def _run_in_background(make: Callable[[], Any]) -> Future[Any]:
-  pool = ThreadPoolExecutor(1, thread_name_prefix="evaluation-data")
-  future = pool.submit(make)
-  pool.shutdown(wait=False)
-  return future

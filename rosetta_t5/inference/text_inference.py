@@ -26,18 +26,11 @@ Inferences = tuple[list[tuple[Mapping[str, Any], Any]], dict[str, Any]]
 
 
 class InferenceType(enum.Enum):
-  """The kind of inference."""
+  """The kind of inference: the method of the model."""
 
-  PREDICT_WITH_AUX = 1
-  SCORE = 2
-  EMBED = 3
-
-
-_METHODS = {
-  InferenceType.PREDICT_WITH_AUX: "predict_batch_with_aux",
-  InferenceType.SCORE: "score_batch",
-  InferenceType.EMBED: "embed_batch",
-}
+  PREDICT_WITH_AUX = "predict_batch_with_aux"
+  SCORE = "score_batch"
+  EMBED = "embed_batch"
 
 
 class TextInference:
@@ -142,7 +135,7 @@ class TextInference:
       raise ValueError(f"mode must be {' or '.join(map(str, InferenceType))}, got {mode!r}")
     key = (mode, repr(sorted(arguments.items())))
     if key not in self._infer_fns:
-      step = inference_step(self._model, _METHODS[mode])
+      step = inference_step(self._model, mode.value)
       self._infer_fns[key] = get_infer_fn(
         functools.partial(step, **arguments),
         self._batch_size,

@@ -64,7 +64,7 @@ def test_a_folder_that_is_converted_and_back_is_the_same(tmp_path):
   ("changes", "text"),
   [
     ({"use_qk_norm": True}, "use_qk_norm = True is not supported for cohere"),
-    ({"hidden_act": "elu"}, "hidden_act must be one of relu"),
+    ({"hidden_act": "elu"}, "hidden_act must be one of 'relu'"),
   ],
 )
 def test_settings_that_the_network_lacks_are_refused(tmp_path, changes, text):

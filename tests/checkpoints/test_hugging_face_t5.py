@@ -116,7 +116,7 @@ def test_other_families_are_refused(tmp_path):
   shutil.copytree(FIXTURES / "umt5", tmp_path / "other")
   (tmp_path / "other/config.json").write_text('{"model_type": "bart"}')
   with pytest.raises(
-    UnreadableCheckpointError, match=r"model_type must be one of .*t5, .* got 'bart'"
+    UnreadableCheckpointError, match=r"model_type must be one of .*'t5', .* got 'bart'"
   ):
     read_arrays(tmp_path / "other")
 

@@ -101,7 +101,10 @@ def _set(**entries):
     (_pickle, r"got only adapter_model\.bin, a pickle"),
     (_truncate, r"adapter_model\.safetensors is damaged"),
     (_drop_tensor, r"must have the shapes .* the file is incomplete"),
-    (_set(peft_type="VERA"), r"peft_type must be one of LORA, IA3, PROMPT_TUNING, got 'VERA'"),
+    (
+      _set(peft_type="VERA"),
+      r"peft_type must be one of 'LORA', 'IA3', 'PROMPT_TUNING', got 'VERA'",
+    ),
     (_set(bias="all"), r"sets bias = 'all', which changes what the adapter computes"),
     (_set(modules_to_save=["lm_head"]), r"sets modules_to_save = \['lm_head'\]"),
     (_set(kasa_config={"x": 1}, lora_bias=True), r"sets lora_bias = True, kasa_config"),

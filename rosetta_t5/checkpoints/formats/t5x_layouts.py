@@ -4,7 +4,6 @@ Runs save all arrays of a checkpoint at once. The functions that write here need
 conversions of models that do not fit into memory.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -206,13 +205,6 @@ def _as_array(store: ts.TensorStore) -> StoredArray:
   dtype = store.dtype.numpy_dtype
   # Version 2 of T5X's layout stores bfloat16 as its bits.
   is_bfloat16 = dtype == np.uint16
-  # TensorStore aborts the process if it cannot allocate a chunk.
-  chunk = tuple(size or 1 for size in store.chunk_layout.read_chunk.shape or ())
-  if math.prod(chunk) * dtype.itemsize > max(store.size * dtype.itemsize, _CHUNK_BYTES):
-    raise ValueError(
-      f"{store.kvstore.path if store.kvstore else ''} is damaged: its chunks of shape {chunk} are "
-      f"larger than the array, whose shape is {store.shape}"
-    )
 
   def read(index: Index) -> np.ndarray:
     part = store[index] if index else store

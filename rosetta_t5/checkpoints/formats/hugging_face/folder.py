@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rosetta_t5 import terminal
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.checkpoints.arrays.lazy_arrays import Index, StoredArray
 from rosetta_t5.checkpoints.formats.hugging_face import layer_settings, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE, find_family
@@ -127,8 +128,7 @@ def read_config(file: epath.PathLike) -> dict[str, Any]:
     others = {key: value for key, value in config.items() if _TEXT_ENTRIES.fullmatch(key)}
     config = {**text, **others, "model_type": f"{config.get('model_type')}_text"}
   name = str(config.get("model_type"))
-  if name not in MODEL_TYPES:
-    raise ValueError(f"{file}: model_type must be one of {', '.join(MODEL_TYPES)}, got {name!r}")
+  check_one_of(f"{file}: model_type", name, MODEL_TYPES)
   family = BY_MODEL_TYPE[name]
   config = {**family.CLASS_DEFAULTS.get(name, {}), **config}
   if family.CLASS_DEFAULTS and config.get("pad_token_id") == 0:
@@ -196,8 +196,7 @@ def make_config_and_weights(
   family = find_family(arrays)
   derived = family.find_model_type(arrays, network, source_config)
   name = model_type or derived
-  if name not in family.MODEL_TYPES:
-    raise ValueError(f"--model-type must be one of {', '.join(family.MODEL_TYPES)} for this model")
+  check_one_of("for this model, --model-type", name, family.MODEL_TYPES)
   table = next(x for name, x in arrays.items() if name.endswith("token_embedder/embedding"))
   is_same = source_config.get("model_type") in family.MODEL_TYPES
   kept = {key: source_config[key] for key in source_config if is_same and key not in _NOT_KEPT}

@@ -152,19 +152,16 @@ def layer_table(
       for name, value in matrices.items()
       if name.startswith("self_attn")
     }
-  optional = {name: value.format(attention=attention) for name, value in _HEAD_NORMS.items()}
-  scales = {f"{theirs}.norm.weight": f"target/{side}/{side}_norm/scale"}
-  scales |= {f"{layer}.{name}.weight": f"{ours}/{value}/scale" for name, value in norms.items()}
-  optional = {f"{layer}.{name}.weight": f"{ours}/{x}/scale" for name, x in optional.items()}
-  optional |= {f"{layer}.{name}.bias": f"{ours}/{value}/bias" for name, value in matrices.items()}
-  return [
-    *(
-      WeightMapping(f"{layer}.{name}.weight", (f"{ours}/{value}/kernel",), is_transposed=True)
-      for name, value in matrices.items()
-    ),
-    *(WeightMapping(name, (value,)) for name, value in scales.items()),
-    *(WeightMapping(name, (value,), is_required=False) for name, value in optional.items()),
-  ]
+  head_norms = {name: value.format(attention=attention) for name, value in _HEAD_NORMS.items()}
+  table = [WeightMapping(f"{theirs}.norm.weight", (f"target/{side}/{side}_norm/scale",))]
+  for name, value in matrices.items():
+    kernel, bias = (f"{ours}/{value}/kernel",), (f"{ours}/{value}/bias",)
+    table.append(WeightMapping(f"{layer}.{name}.weight", kernel, is_transposed=True))
+    table.append(WeightMapping(f"{layer}.{name}.bias", bias, is_required=False))
+  for name, value in {**norms, **head_norms}.items():
+    scale = (f"{ours}/{value}/scale",)
+    table.append(WeightMapping(f"{layer}.{name}.weight", scale, is_required=name in norms))
+  return table
 
 
 def stack_sizes(arrays: Arrays, side: str, embedding: str) -> dict[str, int]:
@@ -249,13 +246,11 @@ def _read_ropes(config: Config) -> dict[str, Any]:
   """Returns the frequencies of rotary positions."""
   parameters = config.get("rope_parameters") or {}
   scaling = config.get("rope_scaling") or {}
-  local = parameters.get("sliding_attention") or {}
-  full = {**(parameters.get("full_attention") or {}), **scaling}
   if config["model_type"] != "gemma3_text":
-    full = scaling or parameters
-  theta, found = read_rope(full, config)
-  if config["model_type"] != "gemma3_text":
+    theta, found = read_rope(scaling or parameters, config)
     return {"rope_theta": theta, "rope_scaling": found, "local_rope_theta": None}
+  theta, found = read_rope({**(parameters.get("full_attention") or {}), **scaling}, config)
+  local = parameters.get("sliding_attention") or {}
   defaults = {**config, "rope_theta": config["rope_local_base_freq"]}
   local_theta, local_scaling = read_rope(local, defaults)
   if local_scaling:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.checkpoints.arrays import lazy_arrays
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 
@@ -214,8 +215,7 @@ def our_activation(entry: str, name: str) -> str:
   Raises:
     ValueError: this project does not have it.
   """
-  if name not in _ACTIVATIONS:
-    raise ValueError(f"{entry} must be one of {', '.join(_ACTIVATIONS)}, got {name!r}")
+  check_one_of(entry, name, _ACTIVATIONS)
   return _ACTIVATIONS[name]
 
 
@@ -226,7 +226,5 @@ def their_activation(name: str) -> str:
     ValueError: Transformers does not have it.
   """
   theirs = {ours: name for name, ours in reversed(_ACTIVATIONS.items())} | {"swish": "silu"}
-  if name not in theirs:
-    known = ", ".join(dict.fromkeys(_ACTIVATIONS.values()))
-    raise ValueError(f"the activation must be one of {known} for Transformers, got {name!r}")
+  check_one_of("for Transformers, the activation", name, theirs)
   return theirs[name]

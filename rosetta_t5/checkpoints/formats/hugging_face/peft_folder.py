@@ -10,6 +10,7 @@ import numpy as np
 from etils import epath
 
 from rosetta_t5 import adapters
+from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
 from rosetta_t5.checkpoints.formats.hugging_face import folder, name_tables
 from rosetta_t5.checkpoints.formats.hugging_face.families import find_family
@@ -111,13 +112,11 @@ def read(
 
 def _read_settings(root: epath.Path) -> dict[str, Any]:
   settings = read_json_object(root / CONFIG)
-  if (kind := settings.get("peft_type")) not in TYPES:
-    raise ValueError(f"{root / CONFIG}: peft_type must be one of {', '.join(TYPES)}, got {kind!r}")
+  check_one_of(f"{root / CONFIG}: peft_type", settings.get("peft_type"), TYPES)
   wrong = [key for key in _UNSUPPORTED if settings.get(key)]
-  if settings.get("bias") not in (None, "none"):
-    wrong.append("bias")
-  if _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights"))):
-    wrong.append("init_lora_weights")
+  wrong += ["bias"] * (settings.get("bias") not in (None, "none"))
+  changes_base = _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights")))
+  wrong += ["init_lora_weights"] * (changes_base is not None)
   if wrong:
     shown = ", ".join(f"{key} = {settings[key]!r}" for key in wrong)
     raise ValueError(

@@ -111,17 +111,10 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of TransformerConfig for the config.json of a GPT-2 or GPT-Neo and its arrays.
 
   Raises:
-    ValueError: the number of heads does not divide the width, or this project's network lacks the
-      activation or the pattern of local layers.
+    ValueError: this project's network lacks the activation or the pattern of local layers.
   """
   is_neo = config["model_type"] == "gpt_neo"
-  entry = "num_heads" if is_neo else "n_head"
-  found, heads = sizes(arrays), config.get(entry)
-  if type(heads) is not int or heads < 1 or found["emb_dim"] % heads:
-    raise ValueError(
-      f"{entry} must be a number of heads that divides {found['emb_dim']}, the model's width, got "
-      f"{heads}"
-    )
+  found, heads = sizes(arrays), config["num_heads" if is_neo else "n_head"]
   activation = str(config.get("activation_function", "gelu_new"))
   return {
     **found,

@@ -163,14 +163,8 @@ def _divides_logits(config: Config) -> bool:
 
 
 def sizes(arrays: Arrays) -> dict[str, int]:
-  """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show.
-
-  Raises:
-    ValueError: the model has no relative bias, or not two stacks.
-  """
+  """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show."""
   biases = [array for name, array in arrays.items() if name.endswith("rel_embedding")]
-  if not biases:
-    raise ValueError("the model must have a relative bias, as T5 has, got none")
   heads, buckets = biases[0].shape
   layers = _count_layers(arrays)
   _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
@@ -317,10 +311,7 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   """Returns the entries of config.json for flax's names, such as ('gelu', 'linear')."""
   first, *rest = activations
   if rest not in ([], ["linear"]):
-    raise ValueError(
-      "mlp_activations must be one activation for Transformers, or one and 'linear', got "
-      f"{activations}"
-    )
+    raise ValueError(f"Transformers has one activation, or one and 'linear', got {activations}")
   name = name_tables.their_activation(first)
   gated = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
   entries = {"feed_forward_proj": gated if rest else name, "dense_act_fn": name}
