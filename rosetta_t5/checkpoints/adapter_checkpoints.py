@@ -58,7 +58,7 @@ def adapter_facts(
   base, changes = manager.restored_from, {*manager.restore_changes}
   is_own = base is not None and epath.Path(base).parent == manager.directory
   changes -= {state_dicts.resize_vocabulary}
-  if base is None or changes or is_own or _is_merged(flat, adapter_fact(base)):
+  if base is None or changes or is_own or is_merged(flat, adapter_fact(base)):
     return {ADAPTER: {**settings, "base": None}}
   expected = {n: x for n, x in flat.items() if not adapter.is_trained(n.removeprefix(_TARGET))}
   stored = convert_tree(read_arrays(base), expected)
@@ -100,7 +100,7 @@ def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[
   names, expected = fact.get("base_parameters", ()), fact.get("base_fingerprint")
   found = {name: restored[name] for name in names if name in restored}
   # In another network they have other names, and if the adapter is merged, other values.
-  is_comparable = len(found) == len(names) and not _is_merged(restored, fact)
+  is_comparable = len(found) == len(names) and not is_merged(restored, fact)
   if expected is not None and is_comparable and int(_fingerprint(found)) != expected:
     raise ValueError(
       f"{fact['base']} is not the model with which the adapter of {path} was trained: its parameters differ, or "
@@ -125,14 +125,7 @@ def merge(arrays: Arrays, fact: Mapping[str, Any]) -> dict[str, StoredArray]:
   }
 
 
-def merge_if_unknown(
-  arrays: Arrays, expected: Mapping[str, Any], fact: Mapping[str, Any]
-) -> dict[str, StoredArray]:
-  """Returns a checkpoint's arrays, merged if a train state does not have what its adapter added."""
-  return merge(arrays, fact) if _is_merged(expected, fact) else dict(arrays)
-
-
-def _is_merged(expected: Mapping[str, Any], fact: Mapping[str, Any]) -> bool:
+def is_merged(expected: Mapping[str, Any], fact: Mapping[str, Any]) -> bool:
   """Returns whether the adapter of a checkpoint is merged where a train state has these names."""
   ends = tuple(f"/{end}" for end in adapters.from_settings(fact).suffixes) if fact else ()
   return bool(ends) and not any(name.endswith(ends) for name in expected)

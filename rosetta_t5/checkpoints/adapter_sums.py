@@ -1,6 +1,5 @@
 """Weighted sums of what several adapters change in one base."""
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,17 +51,12 @@ def add_changes(
   changed = dict(base)
   for path, weight in given:
     for name, merged in _merged_arrays(path, base).items():
-      add = functools.partial(_add, weight)
+      arrays = (x.astype(np.float32) for x in (changed[name], base[name], merged))
       changed[name] = lazy_arrays.elementwise(
-        add, changed[name].astype(np.float32), base[name], merged
+        lambda total, w, merged, weight=weight: total + weight * (merged - w), *arrays
       )
   others = {name: x for name, x in flat.items() if not name.startswith("target/")}
   return state_dicts.unflatten_state_dict({**others, **changed})
-
-
-def _add(weight: float, total: np.ndarray, base: np.ndarray, merged: np.ndarray) -> np.ndarray:
-  change: np.ndarray = merged.astype(np.float32) - base.astype(np.float32)
-  return total + weight * change
 
 
 def _merged_arrays(path: str, base: Mapping[str, StoredArray]) -> dict[str, StoredArray]:

@@ -141,7 +141,9 @@ def find_matching_arrays(
   """
   wanted = state_dicts.flatten_arrays(expected)
   found = dict(checkpoint_folders.read_arrays(path) if arrays is None else arrays)
-  found = adapter_checkpoints.merge_if_unknown(found, wanted, checkpoint_folders.adapter_fact(path))
+  fact = checkpoint_folders.adapter_fact(path)
+  if adapter_checkpoints.is_merged(wanted, fact):
+    found = adapter_checkpoints.merge(found, fact)
   if not any(map(_is_optimizer_state, wanted)):
     found = state_dicts.with_averages(found)
   if transformations:

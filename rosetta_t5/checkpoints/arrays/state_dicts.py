@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from etils import epath
-from flax import serialization, traverse_util
+from flax import traverse_util
 from flax.core import unfreeze
 
 from rosetta_t5.argument_types import near_hint
@@ -50,20 +49,6 @@ def flatten_state_dict(
   return traverse_util.flatten_dict(
     unfreeze(dict(state_dict)), sep="/", keep_empty_nodes=keep_empty_nodes, is_leaf=tensorstore_leaf
   )
-
-
-def read_state_dict(file: epath.Path) -> dict[str, Any]:
-  """Returns the nested dict in a msgpack file of flax.
-
-  Raises:
-    ValueError: the file is damaged.
-  """
-  content = file.read_bytes()
-  try:
-    state: dict[str, Any] = serialization.msgpack_restore(content)
-    return dict(state)
-  except Exception as error:  # flax raises whatever its functions on arrays do.
-    raise ValueError(f"{file} is damaged: {str(error) or type(error).__name__}") from error
 
 
 def unflatten_state_dict(flat: Mapping[str, Any]) -> dict[str, Any]:

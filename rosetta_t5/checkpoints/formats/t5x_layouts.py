@@ -85,8 +85,8 @@ def _read_metadata(folder: epath.Path) -> Specs:
 def _read_index(index: epath.Path) -> tuple[dict[str, StoredArray], Specs]:
   """Returns the values in a msgpack file, and TensorStore's specs of the arrays that it names."""
   values, specs = {}, {}
-  tree = state_dicts.read_state_dict(index)
   with expect_content(index, "the arrays of a checkpoint"):
+    tree = serialization.msgpack_restore(index.read_bytes())
     if "_optimizer" in tree:  # T5X's first versions with Orbax stored the whole train state.
       tree = {**tree["_optimizer"], "flax_mutables": tree.get("flax_mutables")}
     for name, value in state_dicts.flatten_state_dict(tree.get("optimizer", tree)).items():
