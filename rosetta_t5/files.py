@@ -99,15 +99,17 @@ def complete_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   unfinished.rename(final)
 
 
-def read_json_object(path: epath.PathLike) -> dict[str, Any]:
-  """Returns the object that a JSON file contains.
+def read_json_object(
+  path: epath.PathLike, convert: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+  """Returns the object that a JSON file contains; `convert` replaces each object in it.
 
   Raises:
     ValueError: the file contains something else.
     OSError: the file cannot be read.
   """
   try:
-    value = json.loads(epath.Path(path).read_bytes())
+    value = json.loads(epath.Path(path).read_bytes(), object_hook=convert)
   except (ValueError, RecursionError) as error:
     raise ValueError(f"{path} is not valid JSON: {error}") from error
   if not isinstance(value, dict):

@@ -114,7 +114,7 @@ VERBS = {
     "data.vocabularies.vocab_command:add_arguments",
   ),
   "prepare": Verb(
-    "Tokenize text into indexed shards.",
+    "Tokenize text into shards.",
     ("--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",),
     "data.prepared.prepare:add_arguments",
   ),

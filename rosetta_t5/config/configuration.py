@@ -9,15 +9,10 @@ import gin
 
 from rosetta_t5.config import binding_checks
 from rosetta_t5.config.command_line import CommandLine
+from rosetta_t5.config.language import statements
 from rosetta_t5.config.language.binding import bind, bound_arguments, defaults
 from rosetta_t5.config.language.gin_internals import all_bindings, configurable_of
-from rosetta_t5.config.language.statements import (
-  COMMAND_LINE,
-  Binding,
-  Program,
-  SourceLine,
-  read_program,
-)
+from rosetta_t5.config.language.statements import COMMAND_LINE, Binding, Program, SourceLine
 from rosetta_t5.config.t5x_surface import is_recipe
 from rosetta_t5.config.value_checks import check_values
 from rosetta_t5.user_errors import ConfigError, Problems, strip_gin_notes, with_lines
@@ -42,7 +37,7 @@ def parse_gin_flags(
   Raises:
     ConfigError: something is missing, misspelled or invalid. The text names the file and the line.
   """
-  program = read_program(gin_files, gin_bindings, gin_search_paths)
+  program = statements.read_program(gin_files, gin_bindings, gin_search_paths)
   if finalize_config:
     binding_checks.check_required(program)
     _bind_and_check(program, None, skip_unknown)

@@ -10,6 +10,7 @@ from typing import Any
 
 import gin
 
+from rosetta_t5 import user_errors
 from rosetta_t5.config.binding_checks import check_required
 from rosetta_t5.config.command_line import CommandLine, parse_command_line, usage
 from rosetta_t5.config.configuration import ResolvedRun, Rows, configure, dry_run
@@ -18,13 +19,7 @@ from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import Binding, Import, Program
 from rosetta_t5.config.saved_config import text_of
 from rosetta_t5.config.t5x_surface import RUN_MODES, check_t5x_installation, find_run_function
-from rosetta_t5.user_errors import (
-  DEBUG_VARIABLE,
-  ConfigError,
-  Problems,
-  exit_on_user_error,
-  printable,
-)
+from rosetta_t5.user_errors import ConfigError, Problems, exit_on_user_error, printable
 
 
 def run_from_command_line(
@@ -55,7 +50,7 @@ def run_from_command_line(
       print(usage(programs[function.__name__] if function else "main"))
       return None
     if command.debug:
-      os.environ[DEBUG_VARIABLE] = "1"
+      os.environ[user_errors.DEBUG_VARIABLE] = "1"
     if not (command.gin_file or command.gin_bindings):
       raise ConfigError("there is nothing to run: --gin_file=gin/examples/quickstart.gin")
     check_t5x_installation()

@@ -100,14 +100,12 @@ def read_model_file(file: pathlib.Path) -> "ModelFile":
     ConfigError: it is not a model file, or one of a later version.
     DamagedFileError: it was changed since it was written.
   """
+  files.verify_checksums(file.parent, lambda name: name == file.name)
   try:
-    content = files.read_json_object(file)
-    files.verify_checksums(file.parent, lambda name: name == file.name)
+    content = files.read_json_object(file, functools.partial(_use_copy, file.parent))
     if (version := content.get("version")) != _VERSION:
       raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
-    return ModelFile(file, _open_inputs(content, file.parent))
-  except files.DamagedFileError:
-    raise
+    return ModelFile(file, content)
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} cannot be read as a model file: {error}") from error
 
@@ -281,23 +279,16 @@ def _bound_method(configurable: Configurable) -> str | None:
   return next((method.selector for method in methods if bound_arguments(method)), None)
 
 
-def _open_inputs(node: Any, folder: pathlib.Path) -> Any:
-  """Returns a value of a model file in `folder` with the paths of its copies."""
-  match node:
-    case list():
-      return [_open_inputs(item, folder) for item in node]
-    case {"@file": str(name), **others}:
-      file = folder / name
-      if os.path.isabs(name) or ".." in file.relative_to(folder).parts:
-        raise ConfigError(f"{name!r} is not a file in the folder of the run")
-      from rosetta_t5.data.local_copies import add_copy
+def _use_copy(folder: pathlib.Path, node: dict[str, Any]) -> Any:
+  """Returns an object of a model file in `folder`, or the path of the copy that it describes."""
+  from rosetta_t5.data.local_copies import add_copy
 
-      add_copy(str(others.get("of")), file)  # Tasks and config.gin name these vocabularies too.
-      return str(file)
-    case dict():
-      return {key: _open_inputs(value, folder) for key, value in node.items()}
-    case _:
-      return node
+  if not isinstance(name := node.get("@file"), str):
+    return node
+  if os.path.isabs(name) or ".." in pathlib.PurePath(name).parts:
+    raise ConfigError(f"{name!r} is not a file in the folder of the run")
+  add_copy(str(node.get("of")), folder / name)  # Tasks and config.gin name these vocabularies too.
+  return str(folder / name)
 
 
 def _data_folders() -> dict[str, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import glob
 import importlib
@@ -25,8 +26,9 @@ _FILE_ERRORS = ("DataLossError", "NotFoundError", "PermissionDeniedError")
 _WRAPPED = re.compile(r"ValueError: (?P<text>(?:None of the |\S.*, line \d+: ).*?)\s*(?:\n|$)")
 # TensorFlow's messages about a record that is no example, or one without a feature of the task.
 _DAMAGED = re.compile("Could not parse example|Feature: .* is required but could not be found")
-# The modules that may be imported; None for all.
-_importable: Collection[str] | None = None
+# The modules that `import_module` may import; None for all.
+importable: contextvars.ContextVar[Collection[str] | None]
+importable = contextvars.ContextVar("importable", default=None)
 
 
 class _UntrustedModule(str):
@@ -80,7 +82,7 @@ class DatasetConfig:
   allow_truncated_targets: bool = False
 
   def __post_init__(self) -> None:
-    if _importable is not None and self.module not in (None, *_importable):
+    if self.module not in (None, *(importable.get() or [self.module])):
       object.__setattr__(self, "module", _UntrustedModule(self.module))
 
   @property
@@ -90,17 +92,6 @@ class DatasetConfig:
     return given if isinstance(given, str) else given.name
 
 
-@contextlib.contextmanager
-def imports_limited_to(modules: Collection[str] | None) -> Iterator[None]:
-  """Limits what `import_module` imports inside the `with`; None for no limit."""
-  global _importable
-  before, _importable = _importable, modules
-  try:
-    yield
-  finally:
-    _importable = before
-
-
 def import_module(module: str) -> Any:
   """Imports the module that registers a run's task.
 
@@ -108,7 +99,7 @@ def import_module(module: str) -> Any:
     ValueError: the module does not exist, or is named by a file that is not trusted.
       Errors inside the module are raised unchanged.
   """
-  is_limited = isinstance(module, _UntrustedModule) or module not in (_importable or [module])
+  is_limited = isinstance(module, _UntrustedModule) or module not in (importable.get() or [module])
   if is_limited and module not in sys.modules:
     raise ValueError(
       f"The module {module!r} (DatasetConfig.module) is not imported, because the file that names it "

@@ -187,25 +187,16 @@ def summarize(run: Run, now: float) -> dict[str, Any]:
   progress = f"step {last:,}" + (f" of {total:,.0f}" if math.isfinite(total) else "")
   seconds_left = (total - last) / _median(run, "timing/steps_per_second")
   left = f"about {format_duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
-  evaluation = _evaluation(run)
-  evaluated = evaluation.step >= 0
-  best = f"; {evaluation.name} was best at step {evaluation.step:,}" if evaluated else ""
+  clause, evaluation = _evaluation(run)
   speed, per_device = (_median(run, f"timing/seqs_per_second{of}") for of in ("", "_per_core"))
+  of_each = _number(per_device, unit=" per device") if per_device != speed else ""
   return {
-    "sentence": f"{state} at {progress} after {spent}{best}.",
+    "sentence": f"{state} at {progress} after {spent}{clause}.",
     "numbers": [
       ("State", state, progress),
-      (
-        evaluation.name,
-        evaluation.best,
-        f"best; the last is {evaluation.last}" if evaluated else "none yet",
-      ),
+      evaluation,
       ("Time spent", spent, "nothing is left" if last >= total else left),
-      (
-        "Sequences per second",
-        _number(speed),
-        _number(per_device, unit=" per device") if per_device != speed else "",
-      ),
+      ("Sequences per second", _number(speed), of_each),
     ],
   }
 
@@ -219,25 +210,19 @@ def _state(run: Run, now: float) -> str:
   return "Training" if now - run.last_time < _SILENT_SECONDS else "Ended without a record"
 
 
-class _Evaluation(NamedTuple):
-  name: str = "Evaluation"
-  step: int = -1  # of the best value
-  best: str = UNKNOWN
-  last: str = ""
-
-
-def _evaluation(run: Run) -> _Evaluation:
-  """Returns the best and the last value of the first metric of the run's own task."""
+def _evaluation(run: Run) -> tuple[str, tuple[str, str, str]]:
+  """Returns the first metric of the run's own task: a clause about its best value, and a number of `summarize`."""
   for group, tag in _evaluated_metrics(run):
     series = drop_repeated_steps(run.series[group][tag])
     series = series.take(np.isfinite(series.values))
     if series.values.size:
       best = (series.values.argmin if _FALLS.search(tag) else series.values.argmax)()
-      values = [format_number(float(series.values[n])) for n in (int(best), -1)]
+      value, last = (format_number(float(series.values[n])) for n in (int(best), -1))
       is_loss = group.startswith("training_eval/")
-      name = "held-out loss" if is_loss else tag.removeprefix("eval/")
-      return _Evaluation(f"{name} of {_task(group)}", int(series.steps[best]), *values)
-  return _Evaluation()
+      name = f"{'held-out loss' if is_loss else tag.removeprefix('eval/')} of {_task(group)}"
+      clause = f"; {name} was best at step {int(series.steps[best]):,}"
+      return clause, (name, value, f"best; the last is {last}")
+  return "", ("Evaluation", UNKNOWN, "none yet")
 
 
 def _evaluated_metrics(run: Run) -> Iterator[tuple[str, str]]:

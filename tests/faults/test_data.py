@@ -214,7 +214,6 @@ wait; test ! -e tokens/manifest.json && {PREPARE} && diff whole tokens -x shards
     for pattern, expected, status in (
       ("vocabulary.model", "tokens/vocabulary.model is damaged", 1),
       ("manifest.json", "tokens/manifest.json is damaged", 1),
-      ("train-00000-of-00004.ends.npy", r"ends.npy is damaged", 1),
       ("train-00000-of-00004.array_record", r"prepared shard \S+ is damaged", 1),
     )
   ],

@@ -306,7 +306,7 @@ PARSERS = (
   Parser(
     "prepared_data",
     _write_prepared,
-    {"*/manifest.json": JSON, "*/*.ends.npy": None, "*/*.array_record": None},
+    {"*/manifest.json": JSON, "*/*.array_record": None},
     _read_prepared,
   ),
   Parser("sentencepiece", _write_sentencepiece, {"*.model": None}, _read_sentencepiece),

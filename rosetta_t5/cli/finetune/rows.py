@@ -199,16 +199,12 @@ def _first_rows(file: str, convert: Any) -> list[Mapping[str, str]]:
 def _measure(name: str) -> Measured:
   import numpy as np
 
-  from rosetta_t5.data.dataset_config import (
-    DatasetConfig,
-    find_task_or_mixture,
-    subtasks_with_split,
-  )
+  from rosetta_t5.data import dataset_config
   from rosetta_t5.data.pipeline.data_description import first_examples
 
   lengths = {"inputs": _LONG, "targets": _LONG}
   train, evaluated = (
-    DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0)
+    dataset_config.DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0)
     for split in ("train", "validation")
   )
   parts = first_examples(train)
@@ -216,11 +212,11 @@ def _measure(name: str) -> Measured:
     feature: np.concatenate([each.lengths[feature] for each in parts if feature in each.lengths])
     for feature in lengths
   }
-  task = find_task_or_mixture(train)
-  counts = [
-    sum(part.num_input_examples(cfg.split) or 0 for part in subtasks_with_split(cfg, task)) or None
-    for cfg in (train, evaluated)
-  ]
+  task = dataset_config.find_task_or_mixture(train)
+  counts = []
+  for cfg in (train, evaluated):
+    parts_of_split = dataset_config.subtasks_with_split(cfg, task)
+    counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in parts_of_split) or None)
   metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
   known = [name for name in metrics if name in task_metrics.__all__]
   return Measured(name, found, counts[0], counts[1], known)

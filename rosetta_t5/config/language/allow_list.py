@@ -6,7 +6,6 @@ below. They are compared as objects, so the path by which a file reaches them do
 """
 
 import contextlib
-import contextvars
 import functools
 import importlib
 import inspect
@@ -90,27 +89,30 @@ _OTHER_MODULES = (
 # The classes that keep what they get and call none of it.
 _KEEPERS = ("CheckpointConfig", "RestoreCheckpointConfig", "SaveCheckpointConfig")
 IMPORTABLE = frozenset([*CALLED, *NAMED, *_OTHER_MODULES])
-_is_limited = contextvars.ContextVar("_is_limited", default=False)
 _ADVICE = "this file may be from elsewhere\n  if you trust it, add --trust"
 
 
 @contextlib.contextmanager
 def limited_to_list(is_limited: bool = True) -> Iterator[None]:
   """Inside the `with`, gin files can use only what is listed here, unless `is_limited` is False."""
-  from rosetta_t5.data.dataset_config import imports_limited_to
+  from rosetta_t5.data.dataset_config import importable
 
-  is_limited = is_limited or _is_limited.get()
-  token = _is_limited.set(is_limited)
+  token = importable.set(IMPORTABLE if is_limited else importable.get())
   try:
-    with imports_limited_to(IMPORTABLE if is_limited else None):
-      yield
+    yield
   finally:
-    _is_limited.reset(token)
+    importable.reset(token)
+
+
+def _is_limited() -> bool:
+  from rosetta_t5.data.dataset_config import importable
+
+  return importable.get() is not None
 
 
 def check_import(module: str) -> None:
   """Raises ConfigError if the file that is being bound may not import a module."""
-  if _is_limited.get() and module not in IMPORTABLE:
+  if module not in IMPORTABLE and _is_limited():
     raise ConfigError(f"the module {module!r} is not imported: {_ADVICE}")
 
 
@@ -122,7 +124,7 @@ def check_binding(configurable: Configurable | None, value: Any) -> None:
     value: the value, with gin's references. What may write files may be given only to what does not call
       it while a command builds a run: the run itself, and the classes of `_KEEPERS`.
   """
-  if not _is_limited.get():
+  if not _is_limited():
     return
   calls_nothing = False
   if configurable is not None:

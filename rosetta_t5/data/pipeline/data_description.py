@@ -9,7 +9,6 @@ import inspect
 import itertools
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,10 +32,6 @@ _EXAMPLES = 256  # of a task that are read
 _MAX_TASKS = 4  # of a mixture
 _COUNTED_BYTES = 64 << 20  # of files whose examples are counted
 _MAX_TRUNCATED = 0.5  # share of targets that may lose their end
-# What older versions described too.
-_NO_LONGER_DESCRIBED = re.compile(
-  "features|first_batch|first_examples|number_of_examples|(runtime_)?preprocessors|source"
-)
 
 
 def describe_data(cfg: DatasetConfig, batches: dataset_iterator.DatasetIterator) -> Description:
@@ -91,7 +86,7 @@ def compare_descriptions(stored: Description, current: Description, prefix: str 
   Folders that were moved and have the same contents are none.
   """
   changes: list[str] = []
-  for key in itertools.filterfalse(_NO_LONGER_DESCRIBED.fullmatch, sorted({*stored, *current})):
+  for key in sorted({*stored, *current}):
     old, new = stored.get(key), current.get(key)
     if not (isinstance(old, dict) and isinstance(new, dict)):
       if old != new:

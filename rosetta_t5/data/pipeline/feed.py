@@ -166,11 +166,10 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
           "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
           "outside of tf.data (tf.py_function, from_generator)."
         ) from error
-    # Earlier versions wrote these names, and their positions can still be restored.
     state = {
       "data": self._description,
-      "batches_handed_out": self.batches_yielded,
-      "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
+      "batches_yielded": self.batches_yielded,
+      "prefetched": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
     epath.Path(f"{filename}.feed").write_bytes(serialization.msgpack_serialize(state))
 
@@ -185,16 +184,13 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     self._wait_for_reads()
     file = epath.Path(f"{filename}.feed")
     state = serialization.msgpack_restore(file.read_bytes()) if file.exists() else {}
-    if self._description is not None and state.get("data") is not None:
-      # Earlier versions did not describe the size of the batches.
-      stored = {"batch_size": self._description["batch_size"], **state["data"]}
-      changes = compare_descriptions(stored, self._description)
-      if changes:
-        raise ValueError(
-          f"the training data has changed since the position {filename} was saved:\n"
-          + "".join(f"  {change}\n" for change in changes)
-          + "Undo the change to continue with the next example"
-        )
+    stored, current = state.get("data"), self._description
+    if stored and current and (changes := compare_descriptions(stored, current)):
+      raise ValueError(
+        f"the training data has changed since the position {filename} was saved:\n"
+        + "".join(f"  {change}\n" for change in changes)
+        + "Undo the change to continue with the next example"
+      )
     try:
       self.iterator.restore(filename)
     except Exception as error:
@@ -202,8 +198,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         f"the input pipeline's position cannot be restored from {filename}: {str(error)[:200]}. If it "
         "was saved with another task, batch size or data folder, undo that change"
       ) from error
-    self.batches_yielded = int(state.get("batches_handed_out", self.batches_yielded))
-    prefetched = [batch for _, batch in sorted(state.get("drawn_ahead", {}).items())]
+    self.batches_yielded = int(state.get("batches_yielded", self.batches_yielded))
+    prefetched = [batch for _, batch in sorted(state.get("prefetched", {}).items())]
     self._pending.clear()
     self._pending.extend(self._thread.submit(self._transfer, batch) for batch in prefetched)
 

@@ -1,4 +1,4 @@
-"""Text that is tokenized once, before training, into indexed shards of tokens.
+"""Text that is tokenized once, before training, into shards of tokens.
 
 `prepare` (the command `rosetta-t5 prepare`) writes the shards. `PreparedTask` makes batches of them,
 each a function of the step. Neither needs TensorFlow.

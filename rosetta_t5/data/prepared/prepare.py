@@ -109,7 +109,7 @@ def prepare(
     summaries = _run(jobs, workers, executor)
     manifest = _manifest(jobs[0], copy.name, tokenizer.size, summaries)
     write_atomically(folder / shards.MANIFEST, json.dumps(manifest, indent=1))
-    # The manifest has the hashes of the indices, and ArrayRecord detects damage of the shards.
+    # ArrayRecord detects damage of the shards.
     write_checksums(folder, [copy.name, shards.MANIFEST])
   return manifest
 
@@ -142,9 +142,8 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
 
 def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:
   """Removes the shards of calls with another number of shards, and what killed calls have left."""
-  tokens = [job.file(split) for job in jobs for split in shards.SPLITS]
-  indices = [path.with_suffix(".ends.npy") for path in tokens]
-  kept = {*tokens, *indices, *(job.summary_file for job in jobs)}
+  tokens = (job.file(split) for job in jobs for split in shards.SPLITS)
+  kept = {*tokens, *(job.summary_file for job in jobs)}
   for path in itertools.chain.from_iterable(map(folder.glob, _OWN_FILES)):
     if path not in kept:
       path.unlink()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -31,8 +30,8 @@ from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER
 MANIFEST = "manifest.json"
 VOCABULARY = "vocabulary.model"
 SPLITS = ("train", "validation")
-# A longer document is stored in several records, so that a segment can be read without all of it.
-TOKENS_PER_RECORD = 4096
+# All records but a shard's last one have so many tokens, so the record of a token is known by its position.
+TOKENS_PER_RECORD = 1024
 _CHARACTERS_PER_PIECE = 50_000  # Longer texts are slow to tokenize and need much memory.
 _CHECKED_TEXTS = 64  # number of texts of a shard that are decoded again, to count what they lose
 _CHECKED_CHARACTERS = 4000  # of each of them
@@ -83,9 +82,7 @@ class ShardJob:
       summary = files.read_json_object(self.summary_file)
       if summary.get("fingerprint") == self.fingerprint():
         for entry in summary["splits"].values():
-          path = pathlib.Path(self.out, entry["file"])
-          found = path.stat().st_size, files.hash_file(path.with_suffix(".ends.npy"))
-          if found != (entry["bytes"], entry["index_xxh3"]):
+          if pathlib.Path(self.out, entry["file"]).stat().st_size != entry["bytes"]:
             return None
         return summary
     return None
@@ -185,38 +182,38 @@ class _SplitWriter:
   def __init__(self, path: pathlib.Path):
     from array_record.python import array_record_module
 
-    self.documents = 0
+    self._documents = self._tokens = 0
     self._path, self._scratch = path, files.unfinished_path(path)
-    self._ends = [0]
+    self._unwritten = bytearray()
     self._digest = hashlib.sha256()
     options = "group_size:1,uncompressed"
     self._writer = array_record_module.ArrayRecordWriter(str(self._scratch), options)
 
   def add(self, tokens: np.ndarray) -> None:
-    self.documents += bool(len(tokens))
-    for start in range(0, len(tokens), TOKENS_PER_RECORD):
-      record = tokens[start : start + TOKENS_PER_RECORD]
-      self._writer.write(record.tobytes())
-      self._digest.update(record.tobytes())
-      self._ends.append(self._ends[-1] + len(record))
+    self._documents += bool(len(tokens))
+    self._tokens += len(tokens)
+    self._digest.update(tokens.tobytes())
+    self._unwritten += tokens.tobytes()
+    size = TOKENS_PER_RECORD * tokens.itemsize
+    while len(self._unwritten) >= size:
+      self._writer.write(bytes(self._unwritten[:size]))
+      del self._unwritten[:size]
 
   def finish(self) -> dict[str, Any] | None:
-    """Renames the complete files and returns the split's entry of the manifest; None for an empty split."""
+    """Renames the complete file and returns the split's entry of the manifest; None for an empty split."""
+    if self._unwritten:
+      self._writer.write(bytes(self._unwritten))
     self._writer.close()
-    if not self.documents:
+    if not self._documents:
       self._scratch.unlink()
       self._path.unlink(missing_ok=True)
       return None
-    index = io.BytesIO()
-    np.save(index, np.array(self._ends, np.uint64))
-    files.write_atomically(self._path.with_suffix(".ends.npy"), index.getvalue())
     self._scratch.replace(self._path)
     return {
       "file": self._path.name,
       "bytes": self._path.stat().st_size,
-      "index_xxh3": files.hash_file(self._path.with_suffix(".ends.npy")),
-      "documents": self.documents,
-      "tokens": self._ends[-1],
+      "documents": self._documents,
+      "tokens": self._tokens,
       "sha256_of_tokens": self._digest.hexdigest(),
     }
 
@@ -249,7 +246,7 @@ class TokenStream:
   """
 
   def __init__(self, folder: str | os.PathLike[str], split: str):
-    """Reads the manifest; shards and their indices are opened when they are needed.
+    """Reads the manifest; shards are opened when they are needed.
 
     Raises:
       ValueError: the folder is not prepared data or lacks the split; or a shard is missing, or its
@@ -278,7 +275,7 @@ class TokenStream:
     """Returns `count` tokens from each start on, as int32 [len(starts), count].
 
     Raises:
-      ValueError: a record or the index of a shard is damaged.
+      ValueError: a record of a shard is damaged.
     """
     rows = [list(self._parts(start, count)) for start in starts]
     wanted = defaultdict[int, set[int]](set)
@@ -296,33 +293,22 @@ class TokenStream:
     """Yields where `count` tokens are stored: in each shard the records, and the slice of these."""
     while count > 0:
       shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-      ends = self._shards[shard].ends
-      offset = start - int(self._starts[shard])
+      first, skip = divmod(start - int(self._starts[shard]), TOKENS_PER_RECORD)
       size = min(count, int(self._starts[shard + 1]) - start)
-      first, last = np.searchsorted(ends, [offset + 1, offset + size])
-      skip = offset - int(ends[first - 1])
-      yield shard, range(int(first) - 1, int(last)), slice(skip, skip + size)
+      last = first + (skip + size - 1) // TOKENS_PER_RECORD
+      yield shard, range(first, last + 1), slice(skip, skip + size)
       start, count = start + size, count - size
 
 
 class _Shard:
-  """An ArrayRecord file of tokens with its index; both are opened when they are first needed."""
+  """An ArrayRecord file of tokens, which is opened when it is first needed."""
 
   def __init__(self, folder: pathlib.Path, dtype: np.dtype, entry: Mapping[str, Any]):
     self._path, self._dtype, size = folder / entry["file"], dtype, entry["bytes"]
-    self._index_hash = entry.get("index_xxh3")  # Earlier versions did not write it.
     found = self._path.stat().st_size if self._path.exists() else 0
     if found != size:
       raise ValueError(_damaged_text(self._path, f"{found} bytes instead of {size}"))
     self._lock = threading.Lock()
-
-  @functools.cached_property
-  def ends(self) -> np.ndarray:
-    """0, and the position in the shard's tokens at which each record ends; mapped into memory."""
-    path = self._path.with_suffix(".ends.npy")
-    if self._index_hash not in (None, files.hash_file(path)):
-      raise ValueError(_damaged_text(path, "it has changed since it was written"))
-    return np.load(path, mmap_mode="r")
 
   @functools.cached_property
   def _reader(self) -> Any:

@@ -26,7 +26,6 @@ from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
-_END = 1  # the end token's id in T5's vocabularies and in those that `rosetta-t5 vocab` trains
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class PreparedTask:
         f"{self.objective}, got {dict(lengths)}"
       )
     if self.objective == "causal_lm":
-      return [_objective("Plain", _causal_lm, lengths["targets"])]
+      return [_objective(_causal_lm, lengths["targets"])]
     return [self._fit(denoiser, lengths, tokenizer) for denoiser in self._mixed()]
 
   def _mixed(self) -> list[Denoiser]:
@@ -121,12 +120,12 @@ class PreparedTask:
     """Returns an objective whose segments fill both features, including one end token in each."""
     mode = tuple(tokenizer.encode(denoiser.mode))
     density, mean = denoiser.density, denoiser.mean_length
+    ends = {"mode": mode, "end": max(tokenizer.end, 1)}
     if mean is None:
       without_end = {name: size - 1 for name, size in lengths.items()}
       length, most, density = objectives.prefix_lengths(without_end, len(mode), density)
       most = min(most, length - 1)
-      settings = {"density": density, "most": most, "mode": mode}
-      return _objective("Ending", _prefix_lm, length, **settings, **_end_of(tokenizer))
+      return _objective(_prefix_lm, length, density=density, most=most, **ends)
     assert density is not None
     room = lengths["inputs"] - len(mode)
     if room < 4:  # two tokens, of which one is dropped, take three
@@ -137,8 +136,8 @@ class PreparedTask:
     _, spans = objectives.noise_and_spans(length, density, mean)
     objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)
     vocab_size = tokenizer.size + self.extra_ids
-    settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size, "mode": mode}
-    return _objective("Spans", _span_corruption, length, **settings, **_end_of(tokenizer))
+    settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size}
+    return _objective(_span_corruption, length, **settings, **ends)
 
   def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
     """Returns this shard's rows of every training batch.
@@ -197,17 +196,10 @@ class PreparedTask:
 prepared_task = PreparedTask
 
 
-def _objective(
-  stored_name: str, make: Callable[..., HostBatch], length: int, **settings: Any
-) -> BatchObjective:
-  """Returns an objective; its name and the order of its settings are those in positions of existing runs."""
+def _objective(make: Callable[..., HostBatch], length: int, **settings: Any) -> BatchObjective:
   described = ", ".join(f"{n}={value!r}" for n, value in {"length": length, **settings}.items())
-  return BatchObjective(length, f"{stored_name}({described})", functools.partial(make, **settings))
-
-
-def _end_of(vocabulary: Any) -> dict[str, int]:
-  """Returns the end token's id as a setting, which positions of runs with T5's do not have."""
-  return {"end": vocabulary.end} if vocabulary.end > _END else {}
+  name = make.__name__.strip("_")
+  return BatchObjective(length, f"{name}({described})", functools.partial(make, **settings))
 
 
 def _causal_lm(tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
@@ -217,19 +209,14 @@ def _causal_lm(tokens_BL: np.ndarray, keys_B: np.ndarray) -> HostBatch:
 
 
 def _span_corruption(
-  tokens_BL: np.ndarray, keys_B: np.ndarray, mode: Sequence[int], end: int = _END, **settings: Any
+  tokens_BL: np.ndarray, keys_B: np.ndarray, mode: Sequence[int], end: int, **settings: Any
 ) -> HostBatch:
   """Returns the corrupted text as inputs, after the tokens `mode`, and the dropped spans as targets."""
-  return _with_mode(mode, end, *corrupt_spans(tokens_BL, keys_B, **settings))
+  return _with_mode(*corrupt_spans(tokens_BL, keys_B, **settings), mode, end)
 
 
 def _prefix_lm(
-  tokens_BL: np.ndarray,
-  keys_B: np.ndarray,
-  density: float,
-  most: int,
-  mode: Sequence[int],
-  end: int = _END,
+  tokens_BL: np.ndarray, keys_B: np.ndarray, density: float, most: int, **ends: Any
 ) -> HostBatch:
   """Returns the beginning as inputs, after the tokens `mode`, and the end as targets.
 
@@ -243,11 +230,11 @@ def _prefix_lm(
   inputs = np.where(np.arange(length)[None] < starts_B1, tokens_BL, 0)
   positions_BM = starts_B1 + np.arange(most)[None]
   targets = np.take_along_axis(tokens_BL, np.minimum(positions_BM, length - 1), axis=1)
-  return _with_mode(mode, end, inputs, np.where(positions_BM < length, targets, 0))
+  return _with_mode(inputs, np.where(positions_BM < length, targets, 0), **ends)
 
 
 def _with_mode(
-  mode: Sequence[int], end: int, inputs_BL: np.ndarray, targets_BM: np.ndarray
+  inputs_BL: np.ndarray, targets_BM: np.ndarray, mode: Sequence[int], end: int
 ) -> HostBatch:
   modes_BK = np.tile(np.array(mode, np.int32), (len(inputs_BL), 1))
   inputs_BL = np.concatenate([modes_BK, inputs_BL], axis=1)

@@ -131,7 +131,7 @@ def describe_files(paths: Sequence[str], is_movable: bool) -> dict[str, Any]:
       sizes[number] = os.path.getsize(path)
       with open(path, "rb") as file:
         heads[number] = digest_of(file.read(_HEAD))
-  return list_files(paths, sizes, heads, is_movable) | {"head": _HEAD}
+  return list_files(paths, sizes, heads, is_movable)
 
 
 def list_files(
@@ -148,10 +148,7 @@ def list_files(
 
 def compare_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
   """Returns the differences of two results of `list_files` that make a position invalid."""
-  # Older positions have digests of other parts of the files; their sizes can be compared.
-  compared = 3 if stored.get("head") == current.get("head") else 2
-  before, after = ([file[:compared] for file in each["files"]] for each in (stored, current))
-  folder = current["folder"]
+  before, after, folder = stored["files"], current["files"], current["folder"]
   if before != after:
     return [f"in {folder}, {_describe_changes(before, after)}"]
   if current["is_movable"] or stored["folder"] == folder:

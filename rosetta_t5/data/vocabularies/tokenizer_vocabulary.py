@@ -14,12 +14,9 @@ import numpy as np
 
 from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.tensorflow_import import seqio, tf
+from rosetta_t5.data.vocabularies import tokenizer_folder
 from rosetta_t5.data.vocabularies.task_vocabularies import load_tokenizer
-from rosetta_t5.data.vocabularies.tokenizer_folder import (
-  TokenizerFolder,
-  read_tokenizer_folder,
-  surrounding_ids,
-)
+from rosetta_t5.data.vocabularies.tokenizer_folder import TokenizerFolder, surrounding_ids
 
 _SENTINEL = "<extra_id_{}>"
 
@@ -54,7 +51,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   @functools.cached_property
   def folder(self) -> TokenizerFolder:
     """What the other files in the tokenizer's folder say."""
-    return read_tokenizer_folder(os.path.dirname(local_path(self._files[0])))
+    return tokenizer_folder.read_tokenizer_folder(os.path.dirname(local_path(self._files[0])))
 
   @functools.cached_property
   def _shift(self) -> int:

@@ -177,19 +177,6 @@ def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
   assert shard.read_bytes() == whole
 
 
-def test_a_damaged_index_is_repaired_by_the_same_command(
-  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
-) -> None:
-  run(tmp_path, vocabulary)
-  before = files(tmp_path / "out")
-  index = tmp_path / "out/train-00001-of-00004.ends.npy"
-  damaged = bytearray(index.read_bytes())
-  damaged[-8] ^= 1
-  index.write_bytes(damaged)
-  run(tmp_path, vocabulary)
-  assert files(tmp_path / "out") == before
-
-
 def test_a_manifest_that_is_not_that_of_the_checksums_is_written_again(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str]
 ) -> None:
@@ -238,7 +225,7 @@ def test_a_folder_with_foreign_files_is_refused(
   assert os.listdir(tmp_path / "out") == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "train-00000-of-00004.ends.npy"])
+@pytest.mark.parametrize("name", ["manifest.json", "train-00000-of-00004.array_record"])
 def test_what_a_killed_call_left_of_any_file_is_removed(
   tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], name: str
 ) -> None:
