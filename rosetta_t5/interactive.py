@@ -178,12 +178,9 @@ class InteractiveModel:
   def train_step_from_batch_iterator(self, iterator: Iterator[Any]) -> None:
     """Runs one step on the iterator's next batch, which has the model's features."""
     # The feed gets a single batch, because batches that it prefetches would be lost.
+    limit = data.token_limit(self.model)
     feed = data.prepare_train_iter(
-      [next(iterator)],
-      partitioner=self.partitioner,
-      checkpoint_cfg=None,
-      data_layout=self._layout,
-      num_token_ids=data.token_limit(self.model),
+      [next(iterator)], self.partitioner, self._layout, num_token_ids=limit
     )
     try:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)

@@ -205,15 +205,8 @@ class TrainLoop:
       self.manager.close()
       if (latest := self.manager.latest_step()) is not None:
         checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
-    terminal.print_line(
-      console.run_summary(
-        steps=(self.first_step, self._step),
-        seconds=time.monotonic() - self.run_started,
-        losses=(self._progress.first_loss, self._progress.last_loss),
-        model_dir=self.model_dir,
-        checkpoint=checkpoint,
-      )
-    )
+    seconds = time.monotonic() - self.run_started
+    terminal.print_line(self._progress.summary(self._step, seconds, self.model_dir, checkpoint))
     if self.first_step < self.total_steps:
       reason = "interrupted" if self._is_interrupted else "finished"
       console.log_event(self.model_dir, "end", step=self._step, reason=reason)

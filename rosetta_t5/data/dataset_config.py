@@ -82,7 +82,8 @@ class DatasetConfig:
   allow_truncated_targets: bool = False
 
   def __post_init__(self) -> None:
-    if self.module not in (None, *(importable.get() or [self.module])):
+    allowed = importable.get()
+    if self.module is not None and allowed is not None and self.module not in allowed:
       object.__setattr__(self, "module", _UntrustedModule(self.module))
 
   @property

@@ -220,15 +220,9 @@ class LossEvaluation:
     with contextlib.ExitStack() as stack:
       tracked = {}
       for name, dataset in self._datasets.result().items():
-        feed = data.prepare_train_iter(
-          dataset,
-          partitioner=self.partitioner,
-          checkpoint_cfg=None,
-          data_layout=layout,
-          dataset_cfg=dataclasses.replace(self.cfg, mixture_or_task_name=name),
-          num_token_ids=data.token_limit(self.model),
-          is_training=False,
-        )
+        cfg = dataclasses.replace(self.cfg, mixture_or_task_name=name)
+        limit = data.token_limit(self.model)
+        feed = data.prepare_train_iter(dataset, self.partitioner, layout, cfg, limit, False)
         stack.callback(feed.close)
         batches = distributed.until_interrupted(feed)
         tracked[name] = terminal.track(batches, f"evaluating {name}", self.num_batches, "batches")

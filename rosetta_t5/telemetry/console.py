@@ -45,10 +45,6 @@ class Progress(contextlib.ExitStack):
   """Shows steps, loss, speed and the time left: a moving bar on a terminal, and lines.
 
   Only the first process prints.
-
-  Attributes:
-    first_loss: the loss in the first report; None if the report had no loss.
-    last_loss: the loss in the last report.
   """
 
   def __init__(self, first_step: int, total_steps: int, loss_per_token: str = LOSS_PER_TOKEN):
@@ -66,8 +62,7 @@ class Progress(contextlib.ExitStack):
     self._total_steps = total_steps
     self._bar: terminal.Bar | None = None
     self._line_printed = -math.inf
-    self.first_loss: float | None = None
-    self.last_loss: float | None = None
+    self._losses: list[float] = []  # the first one that was shown, and the last one
 
   def __enter__(self) -> Progress:
     shown = terminal.progress_bar(
@@ -83,9 +78,8 @@ class Progress(contextlib.ExitStack):
 
   def report(self, step: int, values: Metrics) -> None:
     """Shows the metrics of the steps up to `step`."""
-    loss = loss_to_show(values, self._loss_per_token)
-    self.first_loss = loss if self.first_loss is None else self.first_loss
-    self.last_loss = loss
+    if (loss := loss_to_show(values, self._loss_per_token)) is not None:
+      self._losses[1:] = [loss]
     if self._bar is not None:
       self._bar.update(step, text="  ".join(self._loss_cells(values)))
     now = time.monotonic()
@@ -111,6 +105,28 @@ class Progress(contextlib.ExitStack):
     for task, values in values_by_task.items():
       cells = [f"{name} {value:.4g}" for name, value in values.items()]
       terminal.print_line("  ".join([f"predictions at step {step}", task, *cells]))
+
+  def summary(self, step: int, seconds: float, model_dir: str, checkpoint: Any) -> str:
+    """Returns the lines printed when a run has ended.
+
+    Args:
+      step: the number of completed steps.
+      seconds: the duration of the run.
+      model_dir: the folder of all output.
+      checkpoint: the path of the last saved checkpoint; None if there is none.
+    """
+    count = step - self._first_step
+    done = f"{count} steps in {terminal.format_duration(seconds)}"
+    if count == 0:
+      done = (
+        "nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue"
+      )
+    rows = [("done", f"step {step}: {done}")]
+    if self._losses:
+      rows.append(("loss", f"{self._losses[0]:.3f} at first, {self._losses[-1]:.3f} at the end"))
+    if checkpoint is not None:
+      rows.append(("checkpoint", os.fspath(checkpoint)))
+    return _format_rows([*rows, ("metrics", f"tensorboard --logdir={model_dir}")])
 
   def _loss_cells(self, values: Metrics) -> list[str]:
     """Formats the loss with three decimals, or with three digits if it is small."""
@@ -222,37 +238,6 @@ def log_start(
     batch_size=next(iter(batch.values())).shape[0],
     lengths={name: leaf.shape[1] for name, leaf in batch.items() if len(leaf.shape) > 1},
   )
-
-
-def run_summary(
-  *,
-  steps: tuple[int, int],
-  seconds: float,
-  losses: tuple[float | None, float | None],
-  model_dir: str | os.PathLike[str],
-  checkpoint: str | os.PathLike[str] | None,
-) -> str:
-  """Returns the lines printed when a run has ended.
-
-  Args:
-    steps: the completed steps before and after the run.
-    seconds: the duration of the run.
-    losses: the first and the last loss that were shown; None if there was none.
-    model_dir: the folder of all output.
-    checkpoint: the last saved checkpoint; None if there is none.
-  """
-  first, last = losses
-  count = steps[1] - steps[0]
-  done = f"{count} steps in {terminal.format_duration(seconds)}"
-  if count == 0:
-    done = "nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue"
-  rows = [("done", f"step {steps[1]}: {done}")]
-  if first is not None and last is not None:
-    rows.append(("loss", f"{first:.3f} at first, {last:.3f} at the end"))
-  if checkpoint is not None:
-    rows.append(("checkpoint", os.fspath(checkpoint)))
-  rows.append(("metrics", f"tensorboard --logdir={os.fspath(model_dir)}"))
-  return _format_rows(rows)
 
 
 def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]]) -> str:

@@ -55,7 +55,6 @@ def make_feed() -> Iterator[MakeFeed]:
     feed = prepare_train_iter(
       batches,
       partitioner=partitioner,
-      checkpoint_cfg=None,
       data_layout=partitioner.get_data_layout(8),
       dataset_cfg=cfg,
     )

@@ -21,6 +21,7 @@ from rosetta_t5.data import (
   get_zeros_batch_like_dataset,
   get_zeros_batch_like_spec,
   prepare_train_iter,
+  training_feed,
 )
 from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
@@ -45,14 +46,10 @@ def packed_twice(add_task_of_module: Callable[..., str]) -> tuple[Any, Any]:
 def make_feed() -> Iterator[Callable[..., ShardedDatasetIterator]]:
   feeds = []
 
-  def make(data: Any, batch_size: int = 8, checkpoint_cfg: Any = None) -> ShardedDatasetIterator:
+  def make(data: Any, batch_size: int = 8) -> ShardedDatasetIterator:
     partitioner = PjitPartitioner(num_partitions=2)
-    feed = prepare_train_iter(
-      data,
-      partitioner=partitioner,
-      checkpoint_cfg=checkpoint_cfg,
-      data_layout=partitioner.get_data_layout(batch_size),
-    )
+    feed = prepare_train_iter(data, partitioner, partitioner.get_data_layout(batch_size))
+    feed.start_prefetching()
     feeds.append(feed)
     return feed
 
@@ -280,14 +277,15 @@ def test_reset_goes_back_to_the_first_batch(
   assert first_numbers(feed, 3) == [0, 1, 2]
 
 
-def test_nothing_is_prefetched_when_the_position_will_be_restored(
-  make_feed: Callable[..., ShardedDatasetIterator],
-) -> None:
-  restore = types.SimpleNamespace(restore_dataset=True)
-  data = IterableThatCounts()
-  make_feed(data, checkpoint_cfg=types.SimpleNamespace(restore=restore))
+def test_nothing_is_prefetched_when_the_position_will_be_restored() -> None:
+  data, space = IterableThatCounts(), types.SimpleNamespace
+  cfg = space(restore=space(restore_dataset=True))
+  model = space(FEATURE_CONVERTER_CLS=None, network_config=space(vocab_size=None))
+  data_cfg: Any = space(batch_size=8, name="counted")
+  feed = training_feed(lambda *_: data, data_cfg, model, PjitPartitioner(num_partitions=2), cfg)
   time.sleep(0.3)  # a thread would have read more by then
   assert data.drawn == 1  # for the shapes
+  feed.close()
 
 
 class IterableThatCounts:

@@ -115,13 +115,6 @@ def test_small_loss_is_shown_with_three_digits(replace_stdout):
   assert stream.getvalue() == "step 1/10  loss 0.100\nstep 1/10  loss 0.00123\nstep 1/10  loss 0\n"
 
 
-def test_progress_remembers_first_and_last_loss():
-  progress = console.Progress(0, 10)
-  for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0)):
-    progress.report(step, {"loss": loss})
-  assert (progress.first_loss, progress.last_loss) == (5.0, 3.0)
-
-
 def test_evaluations_and_messages_have_their_own_lines(replace_stdout):
   stream = replace_stdout(Flushed())
   progress = console.Progress(0, 10)
@@ -158,14 +151,14 @@ def test_dumb_terminals_and_those_of_open_mpi_get_lines(environment, monkeypatch
   assert stream.getvalue() == "step 1/10  loss 1.000\n"
 
 
-def test_other_processes_print_nothing_but_remember_the_loss(monkeypatch, replace_stdout):
+def test_other_processes_print_nothing(monkeypatch, replace_stdout):
   stream = replace_stdout(Flushed(terminal=True))
   monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
   monkeypatch.setattr(jax, "process_index", lambda: 1)
   with console.Progress(0, 10) as progress:
     progress.report(1, {"loss": 1.0})
   terminal.print_line("y")
-  assert (stream.getvalue(), progress.last_loss) == ("", 1.0)
+  assert stream.getvalue() == ""
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,10 @@ def test_a_description_omits_flops_that_are_unknown():
 
 
 def test_summary_shows_steps_losses_checkpoint_and_metrics():
-  text = console.run_summary(
-    steps=(0, 300),
-    seconds=95.0,
-    losses=(6.5, 3.25),
-    model_dir="/runs/a",
-    checkpoint="/runs/a/checkpoint_300",
-  )
+  progress = console.Progress(0, 300)
+  for step, loss in ((1, 6.5), (2, 4.0), (300, 3.25)):
+    progress.report(step, {"loss": loss})
+  text = progress.summary(300, 95.0, "/runs/a", "/runs/a/checkpoint_300")
   assert text.splitlines() == [
     "done        step 300: 300 steps in 1m35s",
     "loss        6.500 at first, 3.250 at the end",
@@ -104,9 +101,7 @@ def test_summary_shows_steps_losses_checkpoint_and_metrics():
 
 
 def test_summary_of_a_finished_run_says_that_nothing_was_left_to_do():
-  text = console.run_summary(
-    steps=(300, 300), seconds=1.0, losses=(None, None), model_dir="/runs/a", checkpoint=None
-  )
+  text = console.Progress(300, 300).summary(300, 1.0, "/runs/a", None)
   assert text.splitlines() == [
     "done     step 300: nothing was left to do; set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to continue",
     "metrics  tensorboard --logdir=/runs/a",

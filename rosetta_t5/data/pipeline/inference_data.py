@@ -66,33 +66,24 @@ class InferenceData:
     return self._datasets(self.tasks[0])[1].element_spec
 
   def chunks(self, task: Any, size: int, first: int = 0) -> Iterator[Chunk]:
-    """Yields the chunks of a task, starting with number `first` (see `iterate_chunks`).
+    """Yields (number, examples with the task's features, the same with the model's) of each chunk of a task.
+
+    Chunks before the first are read and skipped. A restart therefore sees the same chunks even if the
+    input pipeline cannot save its position.
+
+    Args:
+      task: one of `tasks`.
+      size: examples per chunk.
+      first: the number of the first chunk to yield.
 
     Raises:
       ValueError: a file of the task is damaged.
     """
     with dataset_config.data_errors_named(self._cfg):
-      yield from iterate_chunks(*self._datasets(task), size, first)
-
-
-def iterate_chunks(
-  task_ds: tf.data.Dataset, model_ds: tf.data.Dataset, size: int, first: int = 0
-) -> Iterator[Chunk]:
-  """Yields (number, examples with the task's features, the same with the model's) of each chunk.
-
-  Chunks before the first are read and skipped. A restart therefore sees the same chunks even if the
-  input pipeline cannot save its position.
-
-  Args:
-    task_ds: the examples with the task's features.
-    model_ds: the same examples with the model's features.
-    size: examples per chunk.
-    first: the number of the first chunk to yield.
-  """
-  both = tf.data.Dataset.zip((task_ds, model_ds)).skip(first * size)
-  for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
-    pairs = tf.data.Dataset.from_tensor_slices(chunk)
-    yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)
+      both = tf.data.Dataset.zip(self._datasets(task)).skip(first * size)
+      for number, chunk in enumerate(both.padded_batch(size).prefetch(1), first):
+        pairs = tf.data.Dataset.from_tensor_slices(chunk)
+        yield number, pairs.map(lambda task, _: task), pairs.map(lambda _, model: model)
 
 
 def has_metrics(cfg: DatasetConfig) -> bool:
