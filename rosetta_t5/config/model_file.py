@@ -105,7 +105,8 @@ def read_model_file(file: pathlib.Path) -> "ModelFile":
     content = files.read_json_object(file, functools.partial(_use_copy, file.parent))
     if (version := content.get("version")) != _VERSION:
       raise ConfigError(f"it must have the version {_VERSION} of a model file, got {version!r}")
-    return ModelFile(file, content)
+    has_all = {"model", "partitioner", _LENGTHS} <= content.keys()
+    return ModelFile(file, content, has_all and "@other" not in leaves(content))
   except (ValueError, RecursionError) as error:
     raise ConfigError(f"{file} cannot be read as a model file: {error}") from error
 
@@ -132,22 +133,18 @@ class ModelFile(Mapping[str, Any]):
   Attributes:
     file: the path.
     content: the JSON, with the paths of copies in the place of `@file`.
+    is_complete: whether it describes the run; otherwise the run has functions that only config.gin can name.
   """
 
   file: pathlib.Path
   content: dict[str, Any]
+  is_complete: bool = False
 
   def __iter__(self) -> Iterator[str]:
     return (name for name in self.content if name in (*ARGUMENTS, _LENGTHS))
 
   def __len__(self) -> int:
     return sum(1 for _ in self)
-
-  @property
-  def is_complete(self) -> bool:
-    """Whether it describes the run; otherwise the run has functions that only config.gin can name."""
-    has_all = {"model", "partitioner", _LENGTHS} <= self.content.keys()
-    return has_all and "@other" not in leaves(self.content)
 
   def use_data_folders(self) -> None:
     """Makes tasks read the folders of data that the run has recorded, unless the user names others."""

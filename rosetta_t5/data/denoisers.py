@@ -1,7 +1,5 @@
 """UL2's denoisers (Tay et al. 2022), as the paper or a user gives them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`rosetta-t5 inspect`: shows a task's batches as text, their statistics and the problems found."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -6,8 +6,6 @@ folder and file of a path), or a mapping `gs://path=/local/path` of one file or 
 the folder of datasets.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

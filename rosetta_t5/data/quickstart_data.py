@@ -5,8 +5,6 @@ real text without a download. Text and vocabulary are written once, and kept whe
 a checkpoint can only be used with the vocabulary that it was trained with.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import datetime

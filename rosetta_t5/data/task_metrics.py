@@ -4,8 +4,6 @@ Accuracy, F1 and correlations of classes and scores (GLUE), exact match and F1 o
 al. 2016), the last word of a passage (LAMBADA), BLEU and ROUGE. Rates and coefficients are in percent.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import re

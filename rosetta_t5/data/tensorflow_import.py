@@ -5,8 +5,6 @@ here at their top, and remain fast to import. SeqIO's private names that are use
 limits SeqIO's version, because a new one may be used only if `tests/data/test_tensorflow_import.py` passes with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """What a report shows of each run: a summary, a row in the table of runs, and the charts of metrics."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import math

@@ -3,8 +3,6 @@
 The page is one HTML file with its data, its program and plotly inside.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import contextlib

@@ -3,8 +3,6 @@
 The series of TensorBoard's event files are also reduced here, to as many points as a screen can show.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 The progress is a bar on a terminal, and plain lines in a log file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -64,7 +62,7 @@ class Progress(contextlib.ExitStack):
     self._line_printed = -math.inf
     self._losses: list[float] = []  # the first one that was shown, and the last one
 
-  def __enter__(self) -> Progress:
+  def __enter__(self) -> "Progress":
     shown = terminal.progress_bar(
       "step", self._total_steps, completed=self._first_step, line_period_s=0
     )

@@ -1,7 +1,5 @@
 """Reads the numbers in TensorBoard's event files, without TensorFlow."""
 
-from __future__ import annotations
-
 import collections
 import struct
 from typing import Any, NamedTuple
@@ -27,7 +25,7 @@ class Series(NamedTuple):
   times: Float[np.ndarray, " n"]
   values: Float[np.ndarray, " n"]
 
-  def take(self, selection: np.ndarray) -> Series:
+  def take(self, selection: np.ndarray) -> "Series":
     """Returns the values at these indices, or where this mask is True."""
     return Series(*(field[selection] for field in self))
 

@@ -1,7 +1,5 @@
 """The data sheets of NVIDIA's GPUs. Everything that depends on a kind of GPU reads this table."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,7 +1,5 @@
 """Computes metrics and writes them to TensorBoard in the background, on the first process only."""
 
-from __future__ import annotations
-
 import collections
 import concurrent.futures
 import functools

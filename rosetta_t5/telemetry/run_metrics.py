@@ -1,7 +1,5 @@
 """Metrics of a run that its steps do not measure, such as FLOPs, and the error for numbers that are not finite."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource

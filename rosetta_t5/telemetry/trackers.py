@@ -4,8 +4,6 @@
 restarted in its MODEL_DIR continues the same run of the tracker.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib

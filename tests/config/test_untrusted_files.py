@@ -330,8 +330,8 @@ def test_a_file_that_is_not_a_model_file_is_refused(tmp_path, text):
 def test_a_value_that_is_nested_too_deeply_is_refused(tmp_path):
   deep = (
     '{"version": 1, "partitioner": 1, "task_feature_lengths": 1, "model": '
-    + "[" * 900
-    + "]" * 900
+    + "[" * 990
+    + "]" * 990
     + "}"
   )
   (tmp_path / NAME).write_text(deep)

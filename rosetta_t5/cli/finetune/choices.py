@@ -1,7 +1,5 @@
 """What `rosetta-t5 finetune` chooses: each choice is a gin binding with its reason."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import textwrap

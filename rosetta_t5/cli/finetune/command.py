@@ -1,7 +1,5 @@
 """`rosetta-t5 finetune MODEL DATA…`: writes OUT/finetune.gin with every choice, and trains as it says."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import shlex

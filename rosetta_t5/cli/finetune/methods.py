@@ -1,7 +1,5 @@
 """The methods of `rosetta-t5 finetune`: what each trains, with which optimizer and learning rate."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Makes the gin file of `rosetta-t5 finetune`: the model, and the choices with their reasons."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

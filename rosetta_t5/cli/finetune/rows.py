@@ -1,7 +1,5 @@
 """The data of `rosetta-t5 finetune`: files of rows or SeqIO tasks, checked and measured before a run."""
 
-from __future__ import annotations
-
 import argparse
 import glob
 import os

@@ -1,7 +1,5 @@
 """Describes a run's data: what a position in it belongs to, how much is truncated, and the number of epochs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """`rosetta-t5 prepare`: tokenizes files into shards, in parallel. A call that was killed can be repeated to finish it."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -4,8 +4,6 @@ A job needs nothing but its own fields and the files, so any executor can run it
 can read them. A shard that was not finished never looks complete.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ The objectives are those of `data.objectives`, without TensorFlow, with the same
 random numbers: a row depends only on its own tokens and key.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -5,8 +5,6 @@ tf.data can save and restore a position only if the data is a function of a numb
 file remains open after each block. To find any other block, the file is read from its start.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import hashlib

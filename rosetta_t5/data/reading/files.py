@@ -1,7 +1,5 @@
 """Finds the files that match patterns, infers their formats, decompresses them, and compares them with others."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import gzip

@@ -1,7 +1,5 @@
 """Reads the records of files. Each is a dictionary of columns, or a `BadExample` with a reason."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -3,8 +3,6 @@
 A template is a Jinja program that comes with a folder, so it runs in Jinja's sandbox and gets plain values.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

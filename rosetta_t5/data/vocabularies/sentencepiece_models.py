@@ -1,7 +1,5 @@
 """SentencePiece models: loaded so that id 0 is padding, trained with T5's ids, and what texts lose in them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -7,8 +7,6 @@ a begin token and ends with an end token is decided by the post-processor in tok
 Transformers ignores add_bos_token and add_eos_token beside it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

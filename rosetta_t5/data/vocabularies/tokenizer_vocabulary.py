@@ -3,8 +3,6 @@
 This module imports SeqIO, so `task_vocabularies` imports it when it is first used.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`rosetta-t5 vocab`: trains a SentencePiece vocabulary on files, or shows how one encodes a text."""
 
-from __future__ import annotations
-
 import argparse
 import pathlib
 import random
