@@ -180,7 +180,7 @@ class InteractiveModel:
     # The feed gets a single batch, because batches that it prefetches would be lost.
     limit = data.token_limit(self.model)
     feed = data.prepare_train_iter(
-      [next(iterator)], self.partitioner, self._layout, num_token_ids=limit
+      [next(iterator)], self.partitioner, None, self._layout, num_token_ids=limit
     )
     try:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)

@@ -67,6 +67,7 @@ def test_run_uses_the_precompiled_program_and_its_hlo_is_written(tmp_path, progr
   feed = data.prepare_train_iter(
     dataset,
     partitioner=partitioner,
+    checkpoint_cfg=None,
     data_layout=partitioner.get_data_layout(8),
   )
   shapes = {name: x.shape for name, x in feed.element_spec.items()}

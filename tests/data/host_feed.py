@@ -40,6 +40,7 @@ def main(folder: pathlib.Path, task: str, port: str, processes: int, index: int)
   feed = data.prepare_train_iter(
     data.get_dataset(cfg, layout.shard_id, layout.num_shards, converter),
     partitioner=partitioner,
+    checkpoint_cfg=None,
     data_layout=layout,
   )
   handler = DatasetCheckpointHandler(dataset_filename(layout.shard_id, layout.num_shards))

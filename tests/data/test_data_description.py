@@ -55,6 +55,7 @@ def make_feed() -> Iterator[MakeFeed]:
     feed = prepare_train_iter(
       batches,
       partitioner=partitioner,
+      checkpoint_cfg=None,
       data_layout=partitioner.get_data_layout(8),
       dataset_cfg=cfg,
     )

@@ -48,8 +48,7 @@ def make_feed() -> Iterator[Callable[..., ShardedDatasetIterator]]:
 
   def make(data: Any, batch_size: int = 8) -> ShardedDatasetIterator:
     partitioner = PjitPartitioner(num_partitions=2)
-    feed = prepare_train_iter(data, partitioner, partitioner.get_data_layout(batch_size))
-    feed.start_prefetching()
+    feed = prepare_train_iter(data, partitioner, None, partitioner.get_data_layout(batch_size))
     feeds.append(feed)
     return feed
 

@@ -295,6 +295,7 @@ def test_a_bad_example_that_is_refused_stops_a_running_feed_with_file_and_line(
   feed = prepare_train_iter(
     get_dataset(cfg, 0, 1, import_seqio().EncDecFeatureConverter),
     partitioner=partitioner,
+    checkpoint_cfg=None,
     data_layout=partitioner.get_data_layout(8),
   )
   with pytest.raises(

@@ -227,31 +227,30 @@ def training_feed(
     cfg: the data, with its seed.
     model: provides the feature converter and the number of token ids.
     partitioner: see `prepare_train_iter`.
-    checkpoint_cfg: a `CheckpointConfig` or None. Unless it restores the position, the first batches are read in
-      the background.
+    checkpoint_cfg: see `prepare_train_iter`.
   """
   layout = partitioner.get_data_layout(cfg.batch_size)
   batches = get_dataset_fn(cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS)
-  feed = prepare_train_iter(batches, partitioner, layout, cfg, datasets.token_limit(model))
-  if not (checkpoint_cfg and checkpoint_cfg.restore and checkpoint_cfg.restore.restore_dataset):
-    feed.start_prefetching()
-  return feed
+  limit = datasets.token_limit(model)
+  return prepare_train_iter(batches, partitioner, checkpoint_cfg, layout, cfg, limit)
 
 
 def prepare_train_iter(
   train_iter: Any,
   partitioner: BasePartitioner,
+  checkpoint_cfg: Any,
   data_layout: DataLayout,
   dataset_cfg: DatasetConfig | None = None,
   num_token_ids: int | None = None,
   is_training: bool = True,
 ) -> ShardedDatasetIterator:
-  """Returns the feed of batches for training or evaluation.
+  """Returns the feed of a training run or an evaluation, which reads its first batches in the background.
 
   Args:
     train_iter: a tf.data.Dataset, a clu DatasetIterator, or any iterable of dictionaries of numpy
       arrays; each element is this process's part of a batch. Text features are dropped.
     partitioner: determines the sharding of the batch.
+    checkpoint_cfg: a `CheckpointConfig` or None. If it restores the position, nothing is read ahead.
     data_layout: the size of the global batch and the number of shards.
     dataset_cfg: the data's configuration; see `ShardedDatasetIterator`.
     num_token_ids: how many token ids the model knows; see `token_limit`.
@@ -281,7 +280,10 @@ def prepare_train_iter(
         "with all dimensions fixed (drop_remainder=True)."
       )
     shapes[feature] = (size, *spec.shape[1:])
-  return ShardedDatasetIterator(source, partitioner, shapes, dataset_cfg, check)
+  feed = ShardedDatasetIterator(source, partitioner, shapes, dataset_cfg, check)
+  if not (checkpoint_cfg and checkpoint_cfg.restore and checkpoint_cfg.restore.restore_dataset):
+    feed.start_prefetching()
+  return feed
 
 
 def get_zeros_batch_like_spec(

@@ -305,7 +305,7 @@ def test_a_restart_does_not_skip_prefetched_batches_that_were_refused(
   partitioner = PjitPartitioner(num_partitions=1)
   cfg = config(prepared_task(folders, rates=[1, 1]))
   layout = partitioner.get_data_layout(cfg.batch_size)
-  data = {"partitioner": partitioner, "data_layout": layout}
+  data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
   # The limit is less than the ids of every batch.
   feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), num_token_ids=1, **data)
   first = get_dataset(cfg, 0, 1, None)
@@ -334,7 +334,7 @@ def test_metrics_report_the_epochs_of_each_folder_up_to_the_current_batch(
   partitioner = PjitPartitioner(num_partitions=1)
   cfg = config(prepared_task(folders, rates=[1, 1]))
   layout = partitioner.get_data_layout(cfg.batch_size)
-  data = {"partitioner": partitioner, "data_layout": layout}
+  data = {"partitioner": partitioner, "checkpoint_cfg": None, "data_layout": layout}
   feed = prepare_train_iter(get_dataset(cfg, 0, 1, None), **data)
   small, large = (segments.count for segments, _ in feed.iterator.batches.sources)
   assert feed.measures() == {"data/epochs/a": 0.0, "data/epochs/b": 0.0}
