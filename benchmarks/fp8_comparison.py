@@ -65,7 +65,7 @@ def text_batches(
   while True:
     keys_B = random_keys(step, np.arange(batch_size))
     starts_B1 = (keys_B % np.uint64(len(tokens) - window)).astype(np.int64)[:, None]
-    corrupted = corrupt_spans(tokens[starts_B1 + np.arange(window)], keys_B, vocab_size)
+    corrupted = corrupt_spans(tokens[starts_B1 + np.arange(window)], keys_B, vocab_size, 0.15, 3.0)
     inputs_BL, targets_BT = (_append_eos(x, n) for x, n in zip(corrupted, lengths, strict=True))
     yield {
       "encoder_input_tokens": inputs_BL,

@@ -31,16 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--model_dir", required=True, help="a run, or a folder; one with an encoder alone works too")
   add("--input", required=True, help="lines of text, or rows of a file with columns; - for stdin")
   add("--template", help="makes a text of a row's columns: a column, or '{title}: {text}'")
-  add(
-    "--output", type=output_file, required=True, help="a new file: .npy, or .parquet with the rows"
+  text = "a new file: .npy, or .parquet with the rows"
+  add("--output", type=output_file, required=True, help=text)
+  text = (
+    "how the encoder's outputs become a vector: their mean, the first one, or none for a vector of each token, the "
+    "end token last. By default, what a folder of sentence-transformers says (pooling, projection, "
+    "normalization), and the mean elsewhere"
   )
-  add(
-    "--pooling",
-    choices=("mean", "first", "none"),
-    help="how the encoder's outputs become a vector: their mean, the first one, or none for a vector of "
-    "each token, the end token last. By default, what a folder of sentence-transformers says (pooling, "
-    "projection, normalization), and the mean elsewhere",
-  )
+  add("--pooling", choices=("mean", "first", "none"), help=text)
   text_commands.add_adapter_option(add)
   add("--batch_size", type=positive_integer, default=32, help="texts in a batch (default: 32)")
   add("--input_length", type=positive_integer, help="tokens; the model's by default")

@@ -32,11 +32,8 @@ def infer_arguments(parser: argparse.ArgumentParser) -> None:
   add("--input", help="lines of text, or rows of a json, csv, tsv or parquet file; - for stdin")
   add("--template", help="makes the model's input of a row's columns; default: as the run did")
   add("--targets", help="makes the target of a row's columns; the target is then scored")
-  add(
-    "--output",
-    type=output_file,
-    help="a file, or - for stdout (the default); an existing file is continued",
-  )
+  text = "a file, or - for stdout (the default); an existing file is continued"
+  add("--output", type=output_file, help=text)
   add_adapter_option(add)
   add("--num_decodes", type=positive_integer, help="beams or samples; the run's by default")
   add("--n_best", type=positive_integer, help="also write this many predictions, the best first")
@@ -60,9 +57,8 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
   """Adds the options whose names are those of the arguments of the decode functions."""
   add = parser.add_argument_group("decoding").add_argument
   add("--repetition_penalty", type=positive_number, help="above 1, tokens are repeated less")
-  add(
-    "--no_repeat_ngram_size", type=positive_integer, help="tokens that do not occur twice in order"
-  )
+  text = "tokens that do not occur twice in order"
+  add("--no_repeat_ngram_size", type=positive_integer, help=text)
   add("--min_new_tokens", type=positive_integer, help="predictions have at least this many tokens")
   add("--bad_word", action="append", help="a text that does not occur; can be given repeatedly")
 
@@ -219,9 +215,8 @@ def _skip_completed(output: str, settings: dict[str, Any], rows: Iterator[Row]) 
   file = pathlib.Path(f"{output}.settings.json")
   lines = pathlib.Path(output).read_bytes().splitlines(keepends=True)
   if lines and not file.exists():
-    raise ValueError(
-      f"--output {output} exists and is not an output of this command: give another file"
-    )
+    reason = "exists and is not an output of this command: give another file"
+    raise ValueError(f"--output {output} {reason}")
   if lines and lines[-1][-1:] != b"\n":
     os.truncate(output, sum(map(len, lines[:-1])))
     del lines[-1]

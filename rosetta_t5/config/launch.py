@@ -17,7 +17,7 @@ from rosetta_t5.config.configuration import ResolvedRun, Rows, configure, dry_ru
 from rosetta_t5.config.language.binding import bind
 from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.language.statements import Binding, Import, Program
-from rosetta_t5.config.saved_config import text_of
+from rosetta_t5.config.saved_config import without_modules
 from rosetta_t5.config.t5x_surface import RUN_MODES, check_t5x_installation, find_run_function
 from rosetta_t5.user_errors import ConfigError, Problems, exit_on_user_error, printable
 
@@ -151,7 +151,9 @@ def join_run(command: CommandLine, read: Callable[[], Program] | None = None) ->
     command.process_index,
     command.initialization_timeout,
     lambda: (
-      {b.name: text_of(b.value) for b in read().effective_bindings().values()} if read else {}
+      {b.name: repr(without_modules(b.value)) for b in read().effective_bindings().values()}
+      if read
+      else {}
     ),
   )
   _import_seqio(command)

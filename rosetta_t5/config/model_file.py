@@ -232,7 +232,7 @@ def _describe_reference(
 ) -> Any:
   configurable = reference.configurable
   bound = bound_arguments(configurable, scopes)
-  name = allow_list.public_name(configurable.wrapped)
+  name = allow_list.name_in(allow_list.CALLED, configurable.wrapped)
   if configurable.selector == gin_internals.MACRO and "value" in bound:
     return _describe(bound["value"], folder, scopes)
   if name is None:

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import gin
@@ -46,19 +46,13 @@ def _arguments() -> dict[gin_internals.ScopeAndName, dict[str, Any]]:
   bound = gin_internals.all_bindings()
   values = {key: dict(arguments) for key, arguments in bound.items()}
   for (scope, selector), arguments in gin_internals.arguments_in_use().items():
-    values.setdefault(_binding_scope(scope, selector, bound), {}).update(arguments)
+    # Gin opens a scope for each macro and would write OPTIMIZER/adafactor.Adafactor.decay_rate. In a file that
+    # repeats the run, that would silently win over adafactor.Adafactor.decay_rate. The innermost enclosing
+    # scope in which the function has bindings is used, else the outermost.
+    while scope and (scope, selector) not in bound:
+      scope = scope.rpartition("/")[0]
+    values.setdefault((scope, selector), {}).update(arguments)
   return values
-
-
-def _binding_scope(scope: str, selector: str, bound: Container[tuple[str, str]]) -> tuple[str, str]:
-  """Returns the innermost enclosing scope in which a function has bindings, else the outermost.
-
-  Gin opens a scope for each macro and would write OPTIMIZER/adafactor.Adafactor.decay_rate. In a
-  file that repeats the run, that would silently win over adafactor.Adafactor.decay_rate.
-  """
-  while scope and (scope, selector) not in bound:
-    scope = scope.rpartition("/")[0]
-  return scope, selector
 
 
 def summarize_gin_config(model_dir: str, summary_writer: Any, step: int) -> None:
@@ -105,19 +99,15 @@ def changes_since(
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
   values = {
-    now[key].name: (_without_modules(before[key].value), _without_modules(now[key].value))
+    now[key].name: (without_modules(before[key].value), without_modules(now[key].value))
     for key in before
     if key in now
   }
   return [f"{name}: {old!r} → {new!r}" for name, (old, new) in values.items() if old != new]
 
 
-def text_of(value: Any) -> str:
-  """Returns a value as gin code. References have no modules, because each file has its own aliases."""
-  return repr(_without_modules(value))
-
-
-def _without_modules(value: Any) -> Any:
+def without_modules(value: Any) -> Any:
+  """Returns a value whose references have no modules, because each file has its own aliases."""
 
   def without_module(leaf: Any) -> Any:
     if not isinstance(leaf, statements.Reference):

@@ -114,8 +114,7 @@ def causal_lm(
     tokens = example["targets"]
     return {"targets": tf.concat([tokens, [tf.cast(feature.vocabulary.eos_id, tokens.dtype)]], 0)}
 
-  dataset = select_random_chunk(dataset).map(append_end)
-  dataset = reduce_concat_tokens(dataset)
+  dataset = reduce_concat_tokens(select_random_chunk(dataset).map(append_end))
   return split_tokens(dataset, sequence_length["targets"] - feature.add_eos)
 
 
@@ -127,18 +126,16 @@ def denoise_with_mode(
 ) -> tf.data.Dataset:
   """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
-  if denoiser.mean_length is None:
-    dataset = prefix_lm(dataset, sequence_length, output_features, len(mode), denoiser.density)
+  arguments, density, mean = (
+    (sequence_length, output_features),
+    denoiser.density,
+    denoiser.mean_length,
+  )
+  if mean is None:
+    dataset = prefix_lm(dataset, *arguments, len(mode), density)
   else:
-    assert denoiser.density is not None
-    dataset = span_corruption(
-      dataset,
-      sequence_length,
-      output_features,
-      mean_noise_span_length=denoiser.mean_length,
-      noise_density=denoiser.density,
-      reserved_for_packing=len(mode),
-    )
+    assert density is not None
+    dataset = span_corruption(dataset, *arguments, mean, density, len(mode))
 
   def prepend_mode(example: Mapping[str, Any]) -> dict[str, Any]:
     inputs = example["inputs"]
@@ -153,8 +150,7 @@ def span_corruption(
   output_features: Mapping[str, seqio.Feature],
   mean_noise_span_length: PositiveNumber = 3.0,
   noise_density: Rate = 0.15,
-  merge_examples_to_reduce_padding: bool = True,
-  reserved_for_packing: int | None = None,
+  reserved_for_packing: int = 0,
 ) -> tf.data.Dataset:
   """Converts tokens ("targets") to corrupted inputs, and to targets of the dropped spans.
 
@@ -167,13 +163,12 @@ def span_corruption(
     output_features: the task's features; the vocabulary's last ids are the sentinels.
     mean_noise_span_length: mean number of tokens in a dropped span.
     noise_density: fraction of the tokens that is dropped.
-    merge_examples_to_reduce_padding: whether to join documents before cutting them.
     reserved_for_packing: the number of tokens to leave free in the input.
 
   Raises:
     ValueError: the targets do not fit.
   """
-  inputs_length = sequence_length["inputs"] - (reserved_for_packing or 0)
+  inputs_length = sequence_length["inputs"] - reserved_for_packing
   tokens_length = segment_length(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
@@ -182,10 +177,7 @@ def span_corruption(
   sentinels = sentinel_ids(vocabulary)
   are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # spans count down from the last id
   warn_of_missing_sentinels(tokens_length, num_spans, len(sentinels) if are_last else 0)
-  dataset = select_random_chunk(dataset)
-  if merge_examples_to_reduce_padding:
-    dataset = reduce_concat_tokens(dataset)
-  dataset = split_tokens(dataset, tokens_length)
+  dataset = split_tokens(reduce_concat_tokens(select_random_chunk(dataset)), tokens_length)
   return denoise(dataset, output_features, noise_density, mean_noise_span_length)
 
 
@@ -327,8 +319,6 @@ def random_spans_noise_mask(
   minimum of one token and one span. Kept and dropped spans alternate, starting with a kept span. All
   such masks are equally likely.
   """
-  if noise_density == 0.0:
-    return tf.zeros([length], tf.bool)
   total = tf.maximum(length, 2)  # for one kept and one dropped token; cut to `length` at the end
   dropped = tf.cast(tf.round(tf.cast(total, tf.float32) * noise_density), tf.int32)
   dropped = tf.clip_by_value(dropped, 1, total - 1)

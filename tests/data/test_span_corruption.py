@@ -58,24 +58,12 @@ def restored(example: dict[str, np.ndarray]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("merge", "lengths"),
-  [
-    (True, {"inputs": 512, "targets": 114}),
-    pytest.param(False, LENGTHS, marks=pytest.mark.slow),
-    pytest.param(True, LENGTHS, marks=pytest.mark.slow),
-    pytest.param(False, {"inputs": 512, "targets": 114}, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize("lengths", [LENGTHS, {"inputs": 512, "targets": 114}])
 def test_the_same_seed_gives_the_examples_of_t5s_own(
-  features: dict[str, Any], merge: bool, lengths: dict[str, int]
+  features: dict[str, Any], lengths: dict[str, int]
 ) -> None:
   theirs = pytest.importorskip("t5.data.preprocessors", reason="the package t5 is not installed")
-  options = {
-    "sequence_length": lengths,
-    "output_features": features,
-    "merge_examples_to_reduce_padding": merge,
-  }
+  options = {"sequence_length": lengths, "output_features": features}
   tokens = [*documents(), *documents(1, 100_000), np.full(70_000, 9, np.int32)]
   ours = corrupt(objectives.span_corruption, as_dataset(tokens), **options)
   expected = corrupt(theirs.span_corruption, as_dataset(tokens), **options)

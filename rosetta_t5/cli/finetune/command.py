@@ -13,24 +13,21 @@ from rosetta_t5.terminal import positive_integer, positive_number
 from rosetta_t5.user_errors import ConfigError
 
 RECIPE = "finetune.gin"
+_MODEL = (
+  "a Hugging Face folder, OWNER/NAME on its hub, a run, or a T5X checkpoint with its config.gin "
+  "(INITIAL_CHECKPOINT_PATH, MODEL)"
+)
+_DATA = (
+  "jsonl, json, csv, tsv, parquet or arrow files, a folder that `save_to_disk` wrote, or SeqIO tasks "
+  "(data.file_task.files, MIXTURE_OR_TASK_NAME)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 finetune`."""
   add = parser.add_argument
-  add(
-    "model",
-    metavar="MODEL",
-    help="a Hugging Face folder, OWNER/NAME on its hub, a run, or a T5X checkpoint with its config.gin "
-    "(INITIAL_CHECKPOINT_PATH, MODEL)",
-  )
-  add(
-    "data",
-    nargs="+",
-    metavar="DATA",
-    help="jsonl, json, csv, tsv, parquet or arrow files, a folder that `save_to_disk` wrote, or SeqIO "
-    "tasks (data.file_task.files, MIXTURE_OR_TASK_NAME)",
-  )
+  add("model", metavar="MODEL", help=_MODEL)
+  add("data", nargs="+", metavar="DATA", help=_DATA)
   add("--out", required=True, metavar="FOLDER", help="of the run; it continues one (MODEL_DIR)")
   add("--dry_run", action="store_true", help=f"print {RECIPE} with every choice and its reason")
   group = parser.add_argument_group("method; default: --full, or --lora 16 if that does not fit")
@@ -38,9 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   for name, method in METHODS.items():
     value = {"type": positive_integer, "metavar": method.argument.upper()}
     add(f"--{name}", help=method.help, **(value if method.argument else {"action": "store_true"}))
-  add = parser.add_argument_group(
-    "rows of files; a template is 'question: {question}'"
-  ).add_argument
+  group = parser.add_argument_group("rows of files; a template is 'question: {question}'")
+  add = group.add_argument
   add("--inputs", help="a column, or a template (data.file_task.inputs)")
   add("--targets", help="a column, or a template (data.file_task.targets)")
   text = "files that only evaluate; default: some rows (data.file_task.validation_files)"
@@ -60,9 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--precision", choices=("float32", "bfloat16"), help=text)
   text = f"of shuffling and dropout; default: 0 (RANDOM_SEED, {SEED})"
   add("--seed", type=int, default=0, help=text)
-  text = (
-    "end when so many evaluations in a row improve nothing (trainer.EarlyStoppingAction.patience)"
-  )
+  text = "end after so many evaluations without progress (trainer.EarlyStoppingAction.patience)"
   add("--patience", type=positive_integer, help=text)
   # The run itself uses what the recipe names, so this is not the option of other commands.
   text = "run whatever code MODEL's config.gin names (docs/security.md)"

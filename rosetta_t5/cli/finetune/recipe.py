@@ -76,11 +76,7 @@ def make_recipe(
   seeds = [Choice(name, options.seed, "makes it repeatable") for name in ("RANDOM_SEED", SEED)]
   sections = {
     "The model": _model_choices(options, model, checkpoint, devices[1]),
-    "The data": [
-      *data.choices(found, vocabulary, metrics),
-      lengths,
-      *_READING,
-    ],
+    "The data": [*data.choices(found, vocabulary, metrics), lengths, *_READING],
     "The run": [
       Choice("MODEL_DIR", os.path.abspath(options.out)),
       *(batch, steps, *seeds),

@@ -130,25 +130,20 @@ def check_binding(configurable: Configurable | None, value: Any) -> None:
   if configurable is not None:
     if configurable.is_method:  # It belongs to a class, which decides.
       (configurable,) = gin_internals.find_configurables(configurable.module)
-    is_named = configurable.name in RUN_FUNCTION_MODULES or _name_in(NAMED, configurable.wrapped)
+    is_named = configurable.name in RUN_FUNCTION_MODULES or name_in(NAMED, configurable.wrapped)
     calls_nothing = bool(is_named) or configurable.name in _KEEPERS
     if not is_named:
       _check_is_called(configurable)
   for reference in gin.config.iterate_references(value):
     is_passed_on = calls_nothing and not reference.evaluate
-    if not (is_passed_on and _name_in(NAMED, reference.configurable.wrapped)):
+    if not (is_passed_on and name_in(NAMED, reference.configurable.wrapped)):
       _check_is_called(reference.configurable)
 
 
 def _check_is_called(configurable: Configurable) -> None:
-  if configurable.module != "gin" and not public_name(configurable.wrapped):
+  if configurable.module != "gin" and not name_in(CALLED, configurable.wrapped):
     name = configurable.selector
     raise ConfigError(f"{name} is not on the list of what may be called: {_ADVICE}")
-
-
-def public_name(function: Any) -> str | None:
-  """Returns the full name of a function or class that gin may call; None if it is not listed."""
-  return _name_in(CALLED, function)
 
 
 def find_public(name: str) -> Any:
@@ -164,7 +159,8 @@ def find_public(name: str) -> Any:
   return listed[short]
 
 
-def _name_in(table: Mapping[str, str], function: Any) -> str | None:
+def name_in(table: Mapping[str, str], function: Any) -> str | None:
+  """Returns the full name of a function or class in CALLED or NAMED; None if it is not listed."""
   # Gin and JAX wrap some of the functions.
   same = (n for n, f in _listed(table).items() if inspect.unwrap(f) is inspect.unwrap(function))
   return next(same, None)

@@ -218,15 +218,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 prepare`."""
   add = parser.add_argument
   add("--input", nargs="+", required=True, metavar="GLOB", help="files or folders of text")
-  add(
-    "--vocab",
-    required=True,
-    metavar="MODEL",
-    help="a SentencePiece model, or a folder with tokenizer.json",
-  )
-  add(
-    "--out", type=machine_path, required=True, metavar="DIR", help="the folder to write; a new one"
-  )
+  text = "a SentencePiece model, or a folder with tokenizer.json"
+  add("--vocab", required=True, metavar="MODEL", help=text)
+  add("--out", type=machine_path, required=True, metavar="DIR", help="a new folder to write")
   add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
   add("--workers", type=positive_integer, help="number of processes; one per core by default")
   add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")

@@ -248,11 +248,7 @@ def _append_end(tokens_BL: np.ndarray, end: int) -> np.ndarray:
 
 
 def corrupt_spans(
-  tokens_BL: np.ndarray,
-  keys_B: np.ndarray,
-  vocab_size: int,
-  density: float = 0.15,
-  mean_length: float = 3.0,
+  tokens_BL: np.ndarray, keys_B: np.ndarray, vocab_size: int, density: float, mean_length: float
 ) -> tuple[np.ndarray, np.ndarray]:
   """Drops random spans and returns the inputs and the targets, without end tokens.
 

@@ -65,7 +65,7 @@ def config(task: Any, **overrides: Any) -> DatasetConfig:
 
 def test_inputs_and_targets_together_contain_the_tokens() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (64, 40), np.int32)
-  inputs, targets = corrupt_spans(tokens, random_keys(1, np.arange(64)), VOCAB_SIZE)
+  inputs, targets = corrupt_spans(tokens, random_keys(1, np.arange(64)), VOCAB_SIZE, 0.15, 3.0)
   assert inputs.shape == (64, 40 - 6 + 2)
   assert targets.shape == (64, 6 + 2)
   for row, given, wanted in zip(tokens, inputs, targets, strict=True):
@@ -83,7 +83,7 @@ def test_inputs_and_targets_together_contain_the_tokens() -> None:
 
 def test_dropped_tokens_are_evenly_spread_and_spans_have_t5s_lengths() -> None:
   tokens = np.tile(np.arange(3, 571, dtype=np.int32), (2000, 1))
-  inputs, targets = corrupt_spans(tokens, random_keys(7, np.arange(2000)), 10_000)
+  inputs, targets = corrupt_spans(tokens, random_keys(7, np.arange(2000)), 10_000, 0.15, 3.0)
   assert inputs.shape[1] + 1 == 512
   assert targets.shape[1] + 1 == 114
   dropped = np.bincount(targets[targets < 9000], minlength=571)[3:]
@@ -99,8 +99,8 @@ def test_dropped_tokens_are_evenly_spread_and_spans_have_t5s_lengths() -> None:
 def test_a_row_depends_on_its_own_key_alone() -> None:
   tokens = np.random.default_rng(0).integers(3, 18, (8, 40), np.int32)
   keys = random_keys(1, np.arange(8))
-  together = corrupt_spans(tokens, keys, VOCAB_SIZE)
-  alone = corrupt_spans(tokens[3:4], keys[3:4], VOCAB_SIZE)
+  together = corrupt_spans(tokens, keys, VOCAB_SIZE, 0.15, 3.0)
+  alone = corrupt_spans(tokens[3:4], keys[3:4], VOCAB_SIZE, 0.15, 3.0)
   np.testing.assert_array_equal(together[0][3:4], alone[0])
   np.testing.assert_array_equal(together[1][3:4], alone[1])
 
