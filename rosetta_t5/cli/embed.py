@@ -148,10 +148,7 @@ def _columns(inputs: Sequence[str | Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _write(
-  path: str,
-  columns: Mapping[str, list[Any]],
-  vectors_ND: np.ndarray,
-  counts: Sequence[int] | None = None,
+  path: str, columns: Mapping[str, list[Any]], vectors_ND: np.ndarray, counts: Sequence[int] | None
 ) -> None:
   """Writes the vectors, in a Parquet file beside the columns: one per row, or `counts` of them."""
   buffer = io.BytesIO()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from absl import logging
 
@@ -26,6 +26,9 @@ from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 
+Dataset: TypeAlias = "tf.data.Dataset"
+Lengths: TypeAlias = Mapping[str, int]
+Features: TypeAlias = Mapping[str, Any]
 # The number of tokens of a document that an epoch uses at most: a random chunk of a longer document.
 _MAX_CHUNK_LENGTH = 65536
 _JOINED_DOCUMENTS = 128
@@ -56,12 +59,12 @@ def objective_preprocessors(
 
 
 def prefix_lm(
-  dataset: tf.data.Dataset,
-  sequence_length: Mapping[str, int],
-  output_features: Mapping[str, Any],
+  dataset: Dataset,
+  sequence_length: Lengths,
+  output_features: Features,
   reserved: int = 0,
   density: float | None = None,
-) -> tf.data.Dataset:
+) -> Dataset:
   """Cuts each text in two: the inputs, and the targets that follow them.
 
   Args:
@@ -90,9 +93,7 @@ def prefix_lm(
   return cut(dataset)
 
 
-def prefix_lengths(
-  limits: Mapping[str, int], reserved: int, density: float | None
-) -> tuple[int, int, float]:
+def prefix_lengths(limits: Lengths, reserved: int, density: float | None) -> tuple[int, int, float]:
   """Returns the maximum text length, the maximum targets length and the targets' mean share.
 
   Args:
@@ -104,9 +105,7 @@ def prefix_lengths(
   return (min(inputs, targets), targets, 0.5) if density is None else (inputs, targets, density)
 
 
-def causal_lm(
-  dataset: tf.data.Dataset, sequence_length: Mapping[str, int], output_features: Mapping[str, Any]
-) -> tf.data.Dataset:
+def causal_lm(dataset: Dataset, sequence_length: Lengths, output_features: Features) -> Dataset:
   """Appends an end token to each document, joins the documents and cuts them into full targets."""
   feature = output_features["targets"]
 
@@ -119,11 +118,8 @@ def causal_lm(
 
 
 def denoise_with_mode(
-  dataset: tf.data.Dataset,
-  sequence_length: Mapping[str, int],
-  output_features: Mapping[str, Any],
-  denoiser: Denoiser,
-) -> tf.data.Dataset:
+  dataset: Dataset, sequence_length: Lengths, output_features: Features, denoiser: Denoiser
+) -> Dataset:
   """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
   arguments, density, mean = (
@@ -145,13 +141,13 @@ def denoise_with_mode(
 
 
 def span_corruption(
-  dataset: tf.data.Dataset,
-  sequence_length: Mapping[str, int],
-  output_features: Mapping[str, seqio.Feature],
+  dataset: Dataset,
+  sequence_length: Lengths,
+  output_features: Features,
   mean_noise_span_length: PositiveNumber = 3.0,
   noise_density: Rate = 0.15,
   reserved_for_packing: int = 0,
-) -> tf.data.Dataset:
+) -> Dataset:
   """Converts tokens ("targets") to corrupted inputs, and to targets of the dropped spans.
 
   Documents are joined and cut so that inputs and targets, including their end tokens, are as long as
@@ -239,7 +235,7 @@ def warn_of_missing_sentinels(num_tokens: int, num_spans: int, num_sentinels: in
     )
 
 
-def select_random_chunk(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def select_random_chunk(dataset: Dataset) -> Dataset:
   """Keeps "targets" alone, and only a random chunk of documents with more than 65,536 tokens."""
 
   @seqio.map_over_dataset(num_seeds=1)
@@ -253,7 +249,7 @@ def select_random_chunk(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return select(_drop_empty(dataset))
 
 
-def reduce_concat_tokens(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def reduce_concat_tokens(dataset: Dataset) -> Dataset:
   """Joins every 128 documents into one, so that few short segments remain after cutting."""
 
   def join(tokens: Any) -> dict[str, Any]:
@@ -264,7 +260,7 @@ def reduce_concat_tokens(dataset: tf.data.Dataset) -> tf.data.Dataset:
   return batches.map(join, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.data.Dataset:
+def split_tokens(dataset: Dataset, max_tokens_per_segment: int) -> Dataset:
   """Cuts each document into segments of `max_tokens_per_segment` tokens; the last may be shorter."""
 
   @seqio.map_over_dataset(num_seeds=1)
@@ -281,11 +277,8 @@ def split_tokens(dataset: tf.data.Dataset, max_tokens_per_segment: int) -> tf.da
 
 
 def denoise(
-  dataset: tf.data.Dataset,
-  output_features: Mapping[str, seqio.Feature],
-  noise_density: float,
-  mean_noise_span_length: float,
-) -> tf.data.Dataset:
+  dataset: Dataset, output_features: Features, noise_density: float, mean_noise_span_length: float
+) -> Dataset:
   """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
   vocabulary = output_features["targets"].vocabulary
   if "inputs" in output_features and output_features["inputs"].vocabulary != vocabulary:
@@ -352,5 +345,5 @@ def noise_span_to_unique_sentinel(tokens: Any, noise_mask: Any, vocabulary: Any)
   return tf.boolean_mask(tf.where(is_first, sentinels, tokens), ~(noise_mask & before))
 
 
-def _drop_empty(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def _drop_empty(dataset: Dataset) -> Dataset:
   return dataset.filter(lambda example: tf.size(example["targets"]) > 0)

@@ -32,11 +32,7 @@ class RunMetrics:
   """Computes metrics outside the step, once per report, so that the step is no slower."""
 
   def __init__(
-    self,
-    flops: float | None,
-    batch: Mapping[str, Any],
-    mesh: jax.sharding.Mesh,
-    first_step: int = 0,
+    self, flops: float | None, batch: Mapping[str, Any], mesh: jax.sharding.Mesh, first_step: int
   ):
     """Builds the metrics of one run.
 

@@ -40,7 +40,7 @@ def mesh(*devices):
 
 def measured(devices, optimizer=None, values=None, flops=FLOPS):
   state = TrainState.create(optimizer or sgd(0.1), {"params": PARAMS})
-  measures = RunMetrics(flops, BATCH, mesh(*devices))
+  measures = RunMetrics(flops, BATCH, mesh(*devices), 0)
   return measures(7, {"timing/seqs_per_second": 1000.0} if values is None else values, state)
 
 
@@ -76,7 +76,7 @@ def updated(state, value):
 
 def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
   state = TrainState.create(skipping(), {"params": PARAMS})
-  measures = RunMetrics(FLOPS, BATCH, mesh(*jax.devices()))
+  measures = RunMetrics(FLOPS, BATCH, mesh(*jax.devices()), 0)
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   for step, skipped in ((1, 1.0), (2, 2.0)):
     state = updated(state, np.nan)
@@ -91,7 +91,7 @@ def test_steps_skipped_by_apply_if_finite_are_counted_and_do_not_end_the_run():
 
 def test_nonfinite_step_ends_the_run_of_other_optimizers():
   state = TrainState.create(sgd(0.1), {"params": PARAMS})
-  values = RunMetrics(FLOPS, BATCH, mesh(*jax.devices()))(1, {}, state)
+  values = RunMetrics(FLOPS, BATCH, mesh(*jax.devices()), 0)(1, {}, state)
   assert skipped_steps(state.param_states) is None
   record = types.SimpleNamespace(bad=[True, False, False], step=0)
   with pytest.raises(NonFiniteError, match="first in loss"):

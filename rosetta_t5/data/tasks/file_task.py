@@ -293,11 +293,7 @@ def create_task_from_tfexample_file(
 
 
 def _register(
-  name: str,
-  source: Any,
-  vocabulary: Any,
-  metric_fns: Sequence[Any],
-  denoisers: Mapping[str, Denoiser],
+  name: str, source: Any, vocabulary: Any, metrics: Sequence[Any], denoisers: Mapping[str, Denoiser]
 ) -> None:
   """Registers the task. For UL2, registers a task for each denoiser and a mixture called `name`."""
   from rosetta_t5.data.reading.file_source import CountedTask
@@ -313,7 +309,7 @@ def _register(
       source=source,
       preprocessors=objectives.objective_preprocessors(objective, denoiser),
       output_features={**inputs, "targets": feature},
-      metric_fns=list(metric_fns),
+      metric_fns=list(metrics),
       task_cls=CountedTask,
     )
   if objective == "ul2":
