@@ -194,18 +194,13 @@ def train(
     rng=trainer_rng,
   )
   del state
-  computation, steps = describe_computation(model, fp8, kernel), (first_step, total_steps)
-  flops = flops_of_training(model, trainer.train_state.params, feed.element_spec)
-  description = console.describe_training(
-    model=model,
-    params=trainer.train_state.params,
-    flops=flops,
-    steps=steps,
-    restored_from=manager.restored_from if manager is not None else None,
-    examples=describe_examples(total_steps - first_step),
-    computation=computation,
-    notes=_header_notes(model, model_dir, trainer),
-  )
+  params, steps = trainer.train_state.params, (first_step, total_steps)
+  flops = flops_of_training(model, params, feed.element_spec)
+  restored_from = manager.restored_from if manager is not None else None
+  rows = [("examples", text) for text in describe_examples(total_steps - first_step)]
+  rows += [("computes", text) for text in [describe_computation(model, fp8, kernel)] if text]
+  rows += [("note", text) for text in _header_notes(model, model_dir, trainer)]
+  description = console.describe_training(model, params, flops, steps, restored_from, rows)
   terminal.print_line(description)
 
   # Loop. The step compiles while the feed draws its first batch.

@@ -19,6 +19,7 @@ from rosetta_t5 import terminal
 from rosetta_t5.telemetry import run_metrics
 
 Metrics = Mapping[str, float]
+Rows = Sequence[tuple[str, str]]  # a name and a text
 
 # The loss per target token comes first: it can be compared between runs with different batches.
 LOSS_PER_TOKEN = "loss_per_nonpadding_target_token"
@@ -181,10 +182,8 @@ def describe_training(
   params: Any,
   flops: float | None,
   steps: tuple[int, int],
-  restored_from: str | None = None,
-  examples: Sequence[str] = (),
-  computation: str | None = None,
-  notes: Sequence[str] = (),
+  start: str | None,
+  more: Rows,
 ) -> str:
   """Returns the lines of the header that are printed before the first step.
 
@@ -193,23 +192,14 @@ def describe_training(
     params: the parameters, or their shapes.
     flops: the FLOPs of a training sequence; None if they are unknown.
     steps: the completed steps at the start and at the end of the run.
-    restored_from: the path of the checkpoint; None if the run starts from scratch.
-    examples: lines about the training data: numbers of examples, truncation, epochs.
-    computation: number formats and kernels, with reasons.
-    notes: warnings about the run, one per line.
+    start: the path of the checkpoint; None if the run starts from scratch.
+    more: further lines: "examples" of the training data, what "computes", and each "note".
   """
-  cost = (
-    "" if flops is None else f", {terminal.format_number(flops / 1e9)} GFLOP a training sequence"
-  )
-  start = f"from {restored_from}" if restored_from else "from scratch"
-  rows = [
-    ("model", f"{type(model).__name__}, {describe_parameters(model, params)}{cost}"),
-    ("steps", f"{steps[0]} to {steps[1]}, {start}"),
-    *(("examples", text) for text in examples),
-    *([("computes", computation)] if computation else []),
-    *(("note", note) for note in notes),
-  ]
-  return _format_rows(rows, width=_HEADER_WIDTH)
+  about = f"{type(model).__name__}, {describe_parameters(model, params)}"
+  if flops is not None:
+    about += f", {terminal.format_number(flops / 1e9)} GFLOP a training sequence"
+  span = f"{steps[0]} to {steps[1]}, from {start or 'scratch'}"
+  return _format_rows([("model", about), ("steps", span), *more], width=_HEADER_WIDTH)
 
 
 def log_start(
@@ -259,7 +249,7 @@ def format_metrics_table(metrics: Mapping[int, Mapping[str, Mapping[str, float]]
   return "\n".join(lines)
 
 
-def _format_rows(rows: Sequence[tuple[str, str]], width: int = 0) -> str:
+def _format_rows(rows: Rows, width: int = 0) -> str:
   width = max(width, *(len(name) for name, _ in rows))
   return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
 
