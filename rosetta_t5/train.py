@@ -146,11 +146,7 @@ def train(
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
   evaluation = LossEvaluation(
-    cfg=train_eval_dataset_cfg,
-    get_datasets=train_eval_get_dataset_fn,
-    num_batches=eval_steps,
-    model=model,
-    partitioner=partitioner,
+    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
   )
   predictions = PredictionEvaluation(
     infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, model_dir, verify
@@ -205,7 +201,6 @@ def train(
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
-    model=model,
     trainer=trainer,
     train_state_axes=initializer.train_state_axes,
     feed=feed,

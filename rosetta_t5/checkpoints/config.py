@@ -199,10 +199,8 @@ def create_orbax_checkpoint_manager(
   load = restore_cfg or RestoreCheckpointConfig(path=None)
   directory = model_dir or next(iter(load.paths()), None)
   assert directory is not None, "a checkpoint manager needs a MODEL_DIR or a path to restore"
-  if save_cfg is not None and set("*?[]\\").intersection(os.fspath(directory)):
-    raise ValueError(
-      f"MODEL_DIR must not contain * ? [ ] or a backslash, which Orbax takes for patterns, got {directory}"
-    )
+  if save_cfg is not None and set("*?[]\\").intersection(os.fspath(directory)):  # Orbax's patterns
+    raise ValueError(f"MODEL_DIR must not contain * ? [ ] or a backslash, got {directory}")
   state: dict[str, Any] = {"train_state": train_state, "partitioner": partitioner}
 
   def make(checkpointer_cls: Any, **arguments: Any) -> Any:

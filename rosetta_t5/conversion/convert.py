@@ -104,9 +104,7 @@ def convert(
   fact = checkpoint_folders.adapter_fact(path)
   if to == "peft":
     if dtype or tree or encoder_only:
-      raise ValueError(
-        "--to peft writes the adapter as it is: leave out --dtype, --tree and --encoder-only"
-      )
+      raise ValueError("--to peft has no --dtype, --tree and --encoder-only: leave them out")
     return peft_conversion.write(path, stored, fact, destination, config, model_type, report)
   merged = peft_conversion.merge(path, stored, fact, config, report) if fact else stored
   arrays = _select_arrays(merged, to, dtype, tree, encoder_only)

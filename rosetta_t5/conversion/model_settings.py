@@ -12,7 +12,7 @@ from etils import epath
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import find_family
-from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
+from rosetta_t5.checkpoints.formats.hugging_face.name_tables import UNKNOWN_HEADS, Arrays, Config
 from rosetta_t5.checkpoints.run_start import read_source_config
 from rosetta_t5.config import model_file
 from rosetta_t5.networks.config import T5Config, TransformerConfig
@@ -115,8 +115,5 @@ def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError, SyntaxError):  # Macros and references are not literals.
       settings[field] = ast.literal_eval(value)
   if name == "TransformerConfig" and "num_heads" not in settings:
-    raise ValueError(
-      f"{file} does not bind TransformerConfig.num_heads: set --config to the config.gin of the run "
-      "that trained this model, or to the config.json that it came with"
-    )
+    raise ValueError(f"{file} does not bind TransformerConfig.num_heads: {UNKNOWN_HEADS}")
   return settings

@@ -54,9 +54,7 @@ def merge(
   """
   adapter = adapters.from_settings(fact)
   if isinstance(adapter, adapters.PromptTuning):
-    raise ValueError(
-      f"the prompt of {path} is no part of the network's weights and cannot be merged: use --to peft"
-    )
+    raise ValueError(f"{path} is a prompt, which cannot be merged into weights: use --to peft")
   merged = adapter_checkpoints.merge(arrays, fact)
   settings = read_model_settings(path, merged, config)
   result = verification.compare_networks((arrays, adapter), (merged, None), settings)

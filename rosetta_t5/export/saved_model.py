@@ -301,10 +301,8 @@ def write_warmup_examples(
   try:
     from tensorflow_serving.apis import predict_pb2, prediction_log_pb2
   except ImportError as error:
-    raise ValueError(
-      "warm-up requests need TensorFlow Serving's messages: pip install --no-deps "
-      "tensorflow-serving-api, or remove export_lib.save.warmup_examples"
-    ) from error
+    text = "warmup_examples need a package: pip install --no-deps tensorflow-serving-api"
+    raise ValueError(text) from error
 
   def wrap(request: Any) -> Any:
     predict_log = prediction_log_pb2.PredictLog(request=request)

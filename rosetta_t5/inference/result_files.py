@@ -88,10 +88,7 @@ def write_inferences_to_file(
   if mode != "score" and vocabulary is None:
     raise ValueError(f"write_inferences_to_file needs a vocabulary in mode {mode!r}: give one")
   if include_all_inputs and input_fields_to_include is not None:
-    raise ValueError(
-      "write_inferences_to_file was given both include_all_inputs and input_fields_to_include: "
-      "leave one of them out"
-    )
+    raise ValueError("both include_all_inputs and input_fields_to_include are given: leave one out")
   outputs, aux = inferences
   encoder = json_encoder_cls or import_seqio().TensorAndNumpyEncoder
 

@@ -194,27 +194,21 @@ class BlankFiller:
     if not count:
       raise ValueError(f"There is no blank to fill: write {BLANK} where words are missing")
     if count > len(sentinels):
-      raise ValueError(
-        f"The number of blanks must be at most {len(sentinels)}, the extra_ids of the model's "
-        f"vocabulary, got {count}: write fewer blanks, or use a vocabulary with more extra_ids"
-      )
+      known = f"{len(sentinels)}, the extra_ids of the model's vocabulary"
+      raise ValueError(f"The number of blanks must be at most {known}, got {count}")
     if len(tokens) >= self._input_length:
-      raise ValueError(
-        f"The text must have fewer than {self._input_length} tokens, the length of the model's "
-        f"inputs, got {len(tokens)}: write less text"
-      )
-    spans = self._predict_spans([*tokens, vocabulary.eos_id])
-    predictions = (spans.get(sentinel, "") for sentinel in sentinels)
-    return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
-
-  def _predict_spans(self, tokens: Sequence[int]) -> dict[int, str]:
+      known = f"{self._input_length} tokens, the length of the model's inputs"
+      raise ValueError(f"The text must have fewer than {known}, got {len(tokens)}")
+    tokens.append(vocabulary.eos_id)
     padded_S = np.pad(np.array(tokens, np.int32), (0, self._input_length - len(tokens)))
     batch = {
       "encoder_input_tokens": padded_S[None],
       "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
     decodes_BT, _ = jax.device_get(self._predict(self._params, batch))
-    return parse_spans(self._model.output_vocabulary, decodes_BT[0])
+    spans = parse_spans(self._model.output_vocabulary, decodes_BT[0])
+    predictions = (spans.get(sentinel, "") for sentinel in sentinels)
+    return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
 
 
 def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:

@@ -93,6 +93,10 @@ class StoredArray(LazyArray):
     part = self._read_fn(tuple(slice(start, stop) for start, stop, _ in bounds))
     return np.asarray(part).astype(self.dtype, copy=False)
 
+  def derive(self, shape: Sequence[int], read_fn: ReadFn) -> "StoredArray":
+    """Returns an array of this dtype that is computed from parts of this one."""
+    return StoredArray(shape, self.dtype, read_fn, self.sliceable)
+
   def parts(self) -> Iterator[Index]:
     """Yields slices of rows that cover the array, so that only a part of it is in memory at a time."""
     rows = self.shape[0] if self.shape else 1
@@ -115,9 +119,7 @@ def as_stored_array(value: Any) -> StoredArray:
 
 def transpose(array: StoredArray) -> StoredArray:
   """Returns the transpose of a matrix."""
-  return StoredArray(
-    array.shape[::-1], array.dtype, lambda index: array.read(index[::-1]).T, array.sliceable
-  )
+  return array.derive(array.shape[::-1], lambda index: array.read(index[::-1]).T)
 
 
 def elementwise(function: Callable[..., np.ndarray], *arrays: StoredArray) -> StoredArray:
@@ -152,7 +154,7 @@ def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
     inner = index[:axis] + index[axis + 1 :]
     return np.stack([array.read(inner) for array in arrays[index[axis]]], axis)
 
-  return StoredArray(shape, arrays[0].dtype, read, arrays[0].sliceable)
+  return arrays[0].derive(shape, read)
 
 
 def repeat(array: StoredArray, count: int) -> StoredArray:
@@ -162,7 +164,7 @@ def repeat(array: StoredArray, count: int) -> StoredArray:
     part = array.read(index[1:])
     return np.broadcast_to(part, (index[0].stop - index[0].start, *part.shape))
 
-  return StoredArray((count, *array.shape), array.dtype, read, array.sliceable)
+  return array.derive((count, *array.shape), read)
 
 
 def concatenate(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
@@ -193,17 +195,14 @@ def slice_axis(array: StoredArray, axis: int, start: int, stop: int) -> StoredAr
     part[axis] = slice(index[axis].start + start, index[axis].stop + start)
     return array.read(tuple(part))
 
-  return StoredArray(shape, array.dtype, read, array.sliceable)
+  return array.derive(shape, read)
 
 
 def index_axis(array: StoredArray, axis: int, position: int) -> StoredArray:
   """Returns the part of an array at one position of an axis, without that axis."""
   shape, at = array.shape[:axis] + array.shape[axis + 1 :], slice(position, position + 1)
-  return StoredArray(
-    shape,
-    array.dtype,
-    lambda index: array.read((*index[:axis], at, *index[axis:])).squeeze(axis),
-    array.sliceable,
+  return array.derive(
+    shape, lambda index: array.read((*index[:axis], at, *index[axis:])).squeeze(axis)
   )
 
 

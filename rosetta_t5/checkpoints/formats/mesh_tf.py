@@ -166,10 +166,7 @@ def _find_prefix(tf: Any, path: epath.PathLike) -> str:
     return str(latest)
   found = {int(file.stem.rpartition("-")[2]): file for file in folder.glob("*.ckpt-*.index")}
   if not found:
-    raise ValueError(
-      f"{path} is not a TensorFlow checkpoint: there is no file PREFIX.index such as "
-      "model.ckpt-1000000.index"
-    )
+    raise ValueError(f"{path} is not a TensorFlow checkpoint: there is no file PREFIX.index")
   return os.fspath(found[max(found)]).removesuffix(".index")
 
 

@@ -254,9 +254,7 @@ def _read_ropes(config: Config) -> dict[str, Any]:
   defaults = {**config, "rope_theta": config["rope_local_base_freq"]}
   local_theta, local_scaling = read_rope(local, defaults)
   if local_scaling:
-    raise ValueError(
-      f"rope_parameters['sliding_attention'] must have rope_type 'default', got {dict(local)}"
-    )
+    raise ValueError(f"the rope_type of sliding_attention must be 'default', got {dict(local)}")
   return {"rope_theta": theta, "rope_scaling": found, "local_rope_theta": local_theta}
 
 

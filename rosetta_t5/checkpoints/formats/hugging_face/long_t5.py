@@ -46,9 +46,8 @@ def read_encoder(config: Config) -> dict[str, Any]:
 
 def write_encoder(encoder: NetworkConfig) -> dict[str, Any]:
   """Returns the entries of config.json for an encoder with windows."""
-  assert (
-    encoder.window is not None
-  )  # `find_model_type` returns LongT5 only for encoders with windows
+  # `find_model_type` returns LongT5 only for encoders with windows.
+  assert encoder.window is not None
   blocks = encoder.global_block_size
   return {
     "local_radius": encoder.window - 1,

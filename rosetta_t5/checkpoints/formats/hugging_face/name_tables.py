@@ -198,9 +198,7 @@ def without_tied_head(
   """
   is_tied = config["tie_word_embeddings"]
   if head not in arrays and not is_tied:
-    raise ValueError(
-      "tie_word_embeddings is False, but the folder has no weights of an output layer"
-    )
+    raise ValueError("tie_word_embeddings is False, but there are no weights of an output layer")
   if head in arrays and is_tied:
     kernel = arrays.pop(head)
     # As in Transformers 5, an output layer that differs is used although the config says that it is tied.

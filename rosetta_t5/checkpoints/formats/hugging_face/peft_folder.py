@@ -3,6 +3,7 @@
 import collections
 import math
 import re
+import statistics
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -209,7 +210,7 @@ def _read_lora(
       added[f"{ours}/lora_b"] = as_stored_array(group[LORA_B][rows].T)
       if use_dora:
         added[f"{ours}/dora_magnitude"] = as_stored_array(group[MAGNITUDE][rows])
-  rank, alpha = most_common(ranks.values()), most_common(alphas.values())
+  rank, alpha = statistics.mode(ranks.values()), statistics.mode(alphas.values())
   adapter = adapters.LoRA(
     targets=_our_targets(ranks, modules),
     rank=rank,
@@ -285,11 +286,6 @@ def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
   """Returns the value of the first pattern that matches the end of a name, as PEFT does."""
   found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
   return next(found, default)
-
-
-def most_common(values: Iterable[Any]) -> Any:
-  """Returns the most common value."""
-  return collections.Counter(values).most_common(1)[0][0]
 
 
 def short_name(name: str) -> str:

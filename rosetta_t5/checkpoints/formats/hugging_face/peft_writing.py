@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from rosetta_t5 import adapters
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
-from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Module, most_common, short_name
+from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Module, short_name
 
 # {Transformers' name of a module: {kind of tensor: tensor}}.
 Groups = dict[str, dict[str, np.ndarray]]
@@ -92,7 +93,7 @@ def _describe_lora(
     if adapter.dora:
       magnitudes = [_magnitude(arrays, ours) for ours in module.kernels]
       groups[name][peft_folder.MAGNITUDE] = np.concatenate(magnitudes)
-  rank, alpha = most_common(ranks.values()), most_common(alphas.values())
+  rank, alpha = statistics.mode(ranks.values()), statistics.mode(alphas.values())
   return {
     "r": rank,
     "lora_alpha": alpha,

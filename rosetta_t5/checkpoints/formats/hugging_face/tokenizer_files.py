@@ -122,9 +122,8 @@ def make_tokenizer(
   trainer, spec = model.trainer_spec, model.normalizer_spec
   if trainer.model_type != _proto.TrainerSpec.UNIGRAM or trainer.treat_whitespace_as_suffix:
     raise ValueError(
-      "a SentencePiece model can only be written as Transformers' tokenizer.json if its model_type is "
-      "unigram and treat_whitespace_as_suffix is false. Without --tokenizer the model is written without "
-      "its vocabulary"
+      "Transformers reads a SentencePiece model only if its model_type is unigram and "
+      "treat_whitespace_as_suffix is false. Without --tokenizer the vocabulary is not written"
     )
   tokenizer = Tokenizer(_make_unigram(model))
   tokenizer.normalizer = normalizers.Sequence(_make_normalizers(spec))

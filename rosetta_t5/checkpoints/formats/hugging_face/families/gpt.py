@@ -188,9 +188,8 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
   }
   if differing := names ^ arrays.keys():
     raise ValueError(
-      "decoders are written for Transformers as GPT-2 or GPT-Neo, which have learned positions, layer "
-      "norms, biases, one activation, and the embedding table as their output layer. This one differs "
-      f"in {name_tables.list_names(differing)}"
+      "GPT-2 or GPT-Neo, which have learned positions, layer norms, biases and one activation, differ in "
+      f"{name_tables.list_names(differing)}"
     )
   if network is None:
     raise ValueError(name_tables.UNKNOWN_HEADS)
