@@ -11,7 +11,7 @@ from typing import Any
 
 from rosetta_t5 import checkpoints, config, data
 from rosetta_t5.argument_types import near_hint
-from rosetta_t5.checkpoints import adapter_sums
+from rosetta_t5.checkpoints import adapter_checkpoints
 from rosetta_t5.config.binding_checks import unused_bindings
 from rosetta_t5.config.command_line import parse_command_line
 from rosetta_t5.config.hugging_face_recipe import RUN_PART
@@ -80,7 +80,7 @@ def read_run(
     flags: flags of `rosetta-t5 train` that change the run, such as --gin.NAME=VALUE.
     trust: whether config.gin may use all code that it names; otherwise only the listed code.
     used: the arguments of `train` that the caller uses besides the feature lengths; None for all.
-    adapters: PEFT folders or runs, each PATH or PATH=WEIGHT, whose changes are added (`adapter_sums`).
+    adapters: PEFT folders or runs, each PATH or PATH=WEIGHT, whose changes are added (`adapter_checkpoints`).
 
   Raises:
     ValueError: there is no such folder or model, or it is of another kind; model.json is invalid; a flag
@@ -99,8 +99,8 @@ def read_run(
     raise ValueError(
       "--adapter needs the base as --model_dir, which here has an adapter itself: give both with --adapter"
     )
-  given = [adapter_sums.parse(text) for text in adapters]
-  add: Any = functools.partial(adapter_sums.add_changes, given=given)
+  given = [adapter_checkpoints.parse_sum(text) for text in adapters]
+  add: Any = functools.partial(adapter_checkpoints.add_changes, given=given)
   fns = (*restore_cfg.state_transformation_fns, add)
   return recipe, dataclasses.replace(restore_cfg, state_transformation_fns=fns)
 

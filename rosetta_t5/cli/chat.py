@@ -63,8 +63,7 @@ def _conversation_with(
   Raises:
     ValueError: the model has no chat template.
   """
-  from rosetta_t5.inference.chat_prompts import ChatPrompts
-  from rosetta_t5.inference.text_inference import TextInference
+  from rosetta_t5.inference.text_inference import ChatPrompts, TextInference
 
   prompts = ChatPrompts(model.model)
   size = model.partitioner.data_mesh_size

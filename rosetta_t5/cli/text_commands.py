@@ -255,9 +255,8 @@ def _infer_rows(
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.inference_data import default_preprocessors
-  from rosetta_t5.inference.chat_prompts import ChatPrompts
   from rosetta_t5.inference.infer_fn import notes_on_tokens_left_behind
-  from rosetta_t5.inference.text_inference import InferenceType, TextInference
+  from rosetta_t5.inference.text_inference import ChatPrompts, InferenceType, TextInference
   from rosetta_t5.models.batch_metrics import LEFT_BEHIND
 
   # A batch is split over the devices, so its size is rounded up to a multiple of their number.

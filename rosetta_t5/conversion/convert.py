@@ -3,6 +3,7 @@
 import argparse
 import inspect
 import json
+import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from rosetta_t5 import terminal
-from rosetta_t5.checkpoints import checkpoint_folders
+from rosetta_t5 import adapters, terminal
+from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.arrays.parameter_trees import EMBEDDING, to_plain_tree, to_scalable_tree
 from rosetta_t5.checkpoints.arrays.state_dicts import with_averages
 from rosetta_t5.checkpoints.checkpoint_folders import STEP, read_arrays, stored_step, verify_files
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
-from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
+from rosetta_t5.checkpoints.formats.hugging_face import peft_folder, peft_writing
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
 from rosetta_t5.checkpoints.saved_items import checkpoint_to_use
 from rosetta_t5.config.model_file import copied_vocabulary
-from rosetta_t5.conversion import peft_conversion, verification
+from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.files import complete_folder, files_in, write_checksums
 
@@ -105,8 +106,8 @@ def convert(
   if to == "peft":
     if dtype or tree or encoder_only:
       raise ValueError("--to peft has no --dtype, --tree and --encoder-only: leave them out")
-    return peft_conversion.write(path, stored, fact, destination, config, model_type, report)
-  merged = peft_conversion.merge(path, stored, fact, config, report) if fact else stored
+    return _write_adapter(path, stored, fact, destination, config, model_type, report)
+  merged = _merge_adapter(path, stored, fact, config, report) if fact else stored
   arrays = _select_arrays(merged, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None:
@@ -114,7 +115,7 @@ def convert(
     is_folder = hugging_face_folder.is_hugging_face(folder)
     tokenizer = folder if is_folder else copied_vocabulary(pathlib.Path(path.parent))
   step = None if to == "hf" else stored_step(arrays) or 0
-  final = peft_conversion.find_destination(destination, step)
+  final = _find_destination(destination, step)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
   report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
@@ -182,3 +183,100 @@ def _model_card(source: epath.Path, config: Mapping[str, Any], verified: str) ->
   comment = "" if data.license else "\n# license: set it before you publish the model"
   text = f"rosetta-t5 converted this {architecture} from the checkpoint {source.name}. {verified}"
   return f"---\n{data.to_yaml()}{comment}\n---\n\n{text}.\n"
+
+
+def _find_destination(destination: epath.PathLike, step: int | None = None) -> epath.Path:
+  """Returns the folder to write, which does not exist or is empty.
+
+  Args:
+    destination: the path that the user gave.
+    step: the step of a checkpoint, which is written into a folder `checkpoint_STEP`; None for no such folder.
+  """
+  # Links are resolved, because the finished folder is renamed to this path and cannot replace a link.
+  final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
+  if step is not None and checkpoint_folders.step_of(final) is None:
+    final = checkpoint_folders.checkpoint_path(final, step)
+  if final.exists() and (not final.is_dir() or any(final.iterdir())):
+    raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
+  return final
+
+
+def _merge_adapter(
+  path: epath.Path,
+  arrays: Arrays,
+  fact: Mapping[str, Any],
+  config: epath.PathLike | None,
+  report: Callable[[str], None],
+) -> Arrays:
+  """Returns a checkpoint's arrays with its adapter merged, after comparing logits before and after.
+
+  Args:
+    path: the checkpoint.
+    arrays: its arrays.
+    fact: its run fact `adapter`.
+    config: see `convert`.
+    report: receives the result of the comparison.
+
+  Raises:
+    ConversionError: the logits differ.
+    ValueError: the adapter is a prompt, which cannot be merged.
+  """
+  adapter = adapters.from_settings(fact)
+  if isinstance(adapter, adapters.PromptTuning):
+    raise ValueError(f"{path} is a prompt, which cannot be merged into weights: use --to peft")
+  merged = adapter_checkpoints.merge(arrays, fact)
+  settings = read_model_settings(path, merged, config)
+  result = verification.compare_networks((arrays, adapter), (merged, None), settings)
+  report(f"merged adapters.{fact['method']}; logits before and after the merge: {result}")
+  return merged
+
+
+def _write_adapter(
+  path: epath.Path,
+  arrays: Arrays,
+  fact: Mapping[str, Any],
+  destination: epath.PathLike,
+  config: epath.PathLike | None,
+  model_type: str | None,
+  report: Callable[[str], None],
+) -> epath.Path:
+  """Writes the adapter of a checkpoint as a PEFT folder and returns its path.
+
+  Args:
+    path: the checkpoint.
+    arrays: its arrays.
+    fact: its run fact `adapter`; {} without one.
+    destination: the folder to write.
+    config: see `convert`.
+    model_type: see `convert`.
+    report: receives the messages.
+
+  Raises:
+    ConversionError: the folder does not compute the same logits when it is read again.
+    ValueError: there is no adapter, no base is recorded, or PEFT has no such adapter.
+  """
+  is_peft = peft_folder.is_peft(path)
+  base = fact.get("base") or (path if is_peft else None)
+  if base is None:
+    raise ValueError(
+      f"{path} has no adapter of a recorded base (INITIAL_CHECKPOINT_PATH), which --to peft writes: use --to hf"
+    )
+  base = peft_folder.find_base(base) if peft_folder.is_peft(base) else base
+  adapter, plain = adapters.from_settings(fact), to_plain_tree(arrays)
+  own = {n: x for n, x in plain.items() if not adapter.adds(n)}
+  settings = read_model_settings(path, own, config)
+  their_config, _ = hugging_face_folder.make_config_and_weights(
+    own, settings.network, settings.source_config, settings.ids_are_shifted, model_type
+  )
+  final = _find_destination(destination)
+  with complete_folder(final) as unfinished:
+    unfinished.mkdir(parents=True)
+    peft_writing.write(unfinished, adapter, plain, their_config, os.fspath(base))
+    again, added = peft_folder.read(unfinished, own, their_config)
+    result = verification.compare_networks((plain, adapter), ({**own, **added}, again), settings)
+    report(f"logits of the adapter here and of the folder: {result}")
+    write_checksums(unfinished, files_in(unfinished))
+  if not hugging_face_folder.is_hugging_face(base):
+    report(f"PEFT needs the base as a Hugging Face folder: rosetta-t5 convert {base} BASE --to hf")
+  report(f"wrote {final}, an adapter of {base}")
+  return final

@@ -12,7 +12,7 @@ from flax.core import freeze, unfreeze
 from jaxtyping import Array, Float
 
 from rosetta_t5.adapters import Adapter
-from rosetta_t5.adapters.optimizer import AdapterOptimizer
+from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
 from rosetta_t5.models.base_model import Batch, PyTree
 from rosetta_t5.models.batch_metrics import Metrics, add_expert_losses, compute_base_metrics

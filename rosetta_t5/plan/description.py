@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rosetta_t5.adapters.optimizer import AdapterOptimizer
+from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.checkpoints import read_start_facts
 from rosetta_t5.checkpoints.checkpoint_folders import step_of
 from rosetta_t5.config.configuration import ResolvedRun, Rows

@@ -1,28 +1,153 @@
-"""OpenAI's interface: what a request asks for, and the objects that answer it."""
+"""OpenAI's interface: the fields of requests, a few of them ours, with the condition of each, and the objects that answer."""
 
 import base64
+import dataclasses
 import itertools
+import json
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from rosetta_t5.argument_types import Condition, near_hint, one_of
 from rosetta_t5.decoding.slots import SlotControls
-from rosetta_t5.serving import fields
 from rosetta_t5.serving.engine import RequestError
 from rosetta_t5.serving.programs import NUM_BEAMS
 from rosetta_t5.serving.served_model import Piece, ServedModel, Token
 
 _OF_BEAM_SEARCH = {"use_beam_search", "prompt", "messages", "n", "best_of", "user"}
 _LOWEST = -9999.0  # the log probability of an impossible token; JSON has no infinity
+_MOST, _INT32 = 2048, 2**31 - 1
+Fields = Mapping[str, Condition]
+
+
+def check(
+  given: Any, known: Fields, needed: tuple[str, ...] = (), place: str = ""
+) -> dict[str, Any]:
+  """Returns the fields of an object that are not null.
+
+  Args:
+    given: the object.
+    known: the conditions of all fields that it may have.
+    needed: the names of those that it must have.
+    place: precedes the names of the fields in errors, such as "messages[0].".
+
+  Raises:
+    RequestError: a field is unknown or missing, or has another value than expected.
+  """
+  if not isinstance(given, dict):
+    field = place.rstrip(".") or "the body"
+    raise RequestError(f"{field} must be a JSON object, got {_shown(given)}", field)
+  for name, value in {**dict.fromkeys(needed), **given}.items():
+    if name not in known:
+      text = f"unknown field {place}{name}{near_hint(name, known)}: got {_shown(value)}, expected "
+      raise RequestError(f"{text}only {', '.join(sorted(known))}", place + name)
+    if (value is not None or name in needed) and not known[name].holds(value):
+      text = f"{place}{name} must be {known[name].text}, got {_shown(value)}"
+      raise RequestError(text, place + name)
+  return {name: value for name, value in given.items() if value is not None}
+
+
+def _shown(value: Any) -> str:
+  text = json.dumps(value, ensure_ascii=False)
+  return text if len(text) <= 100 else f"{text[:100]}…"
+
+
+def _number(
+  low: float, high: float, kinds: Any = (int, float), name: str = "a number"
+) -> Condition:
+  holds = lambda x: isinstance(x, kinds) and not isinstance(x, bool) and low <= x <= high  # noqa: E731
+  return Condition(f"{name} from {low} to {high}", holds)
+
+
+def _integer(low: int, high: int) -> Condition:
+  return _number(low, high, int, "an integer")
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+  return lambda value: isinstance(value, kind)
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool], most: int = _MOST) -> bool:
+  return isinstance(value, list) and 0 < len(value) <= most and all(map(holds, value))
+
+
+def is_prompt(value: Any) -> bool:
+  """Returns whether a value of a field is one text or the ids of one."""
+  return isinstance(value, str) or _is_list(value, _integer(0, _INT32).holds, _INT32)
+
+
+def _only(*values: Any) -> Condition:
+  """Returns the condition of a field of OpenAI's that has no effect here."""
+  text = " or ".join(["left out", *map(json.dumps, values)])
+  return Condition(f"{text}, because this server does not have it", lambda x: x in values)
+
+
+_TEXT, _FLAG = Condition("a text", _is(str)), Condition("true or false", _is(bool))
+_TEXTS = Condition(f"a list of 1 to {_MOST} texts", lambda x: _is_list(x, _is(str)))
+_PROMPTS = Condition(
+  f"a text, a list of token ids, or a list of 1 to {_MOST} of these",
+  lambda x: is_prompt(x) or _is_list(x, is_prompt),
+)
+_STOP = Condition(
+  "a text, or a list of at most 4 texts, none of them empty",
+  lambda x: (
+    x == [] or _is_list([x] if isinstance(x, str) else x, lambda y: y and isinstance(y, str), 4)
+  ),
+)
+_STREAM_OPTIONS = Condition(
+  '{"include_usage": true}, or the same with false',
+  lambda x: x in [{"include_usage": y} for y in (True, False)],
+)
+_KINDS = {"f": _number, "i": _integer, "u": _integer}
+CONTROLS = {
+  field.name: _KINDS[field.default.dtype.kind](*field.metadata["range"])  # type: ignore[union-attr]
+  for field in dataclasses.fields(SlotControls)
+  if "range" in field.metadata
+}
+_GENERATION = {
+  **CONTROLS,
+  "n": _integer(1, 8),
+  "stop": _STOP,
+  "stream_options": _STREAM_OPTIONS,
+  **dict.fromkeys(("stream", "use_beam_search", "parallel_tool_calls"), _FLAG),
+  **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key"), _TEXT),
+  **dict.fromkeys(("max_tokens", "max_completion_tokens"), _integer(1, _INT32)),
+  **dict.fromkeys(("logit_bias", "metadata"), _only({})),
+  **dict.fromkeys(("tools", "functions"), _only([])),
+  **dict.fromkeys(("tool_choice", "function_call"), _only("none", "auto")),
+  **dict.fromkeys(("audio", "prediction", "reasoning_effort", "service_tier"), _only()),
+  **dict.fromkeys(("echo", "store"), _only(False)),
+  "suffix": _only(""),
+  "modalities": _only(["text"]),
+  "response_format": _only({"type": "text"}),
+}
+_OF_TEXTS = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _only(1)}
+COMPLETION = {**_GENERATION, **_OF_TEXTS}
+_MESSAGES = Condition(f"a list of 1 to {_MOST} messages", lambda x: _is_list(x, _is(dict)))
+_OF_CHATS = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
+CHAT = {**_GENERATION, **_OF_CHATS}
+_CONTENT = Condition(
+  "a text or a list of parts", lambda x: isinstance(x, str) or _is_list(x, _is(dict))
+)
+_ROLE = one_of(("system", "developer", "user", "assistant"))
+MESSAGE = {"role": _ROLE, "content": _CONTENT, "refusal": _only(), "tool_calls": _only([])}
+PART = {"type": one_of(("text",)), "text": _TEXT}
+_FORMAT = one_of(("float", "base64"))
+_OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT}
+EMBEDDING = {**_OF_VECTORS, "model": _TEXT, "user": _TEXT}
+SCORE = {"inputs": _TEXTS, "targets": _TEXTS, "model": _TEXT}
+_ONE_PROMPT = Condition("a text or a list of token ids", is_prompt)
+_OF_ATTENTION = {"prompt": _ONE_PROMPT, "messages": _MESSAGES, "target": _TEXT}
+ATTENTION = {**_OF_ATTENTION, "layer": _integer(-1000, 1000), "model": _TEXT}
 
 
 def encode_all(prompts: Any, model: ServedModel, field: str) -> list[list[int]]:
   """Returns the tokens of the prompts of a field, or of the only one."""
-  given = [prompts] if fields.is_prompt(prompts) else prompts
+  given = [prompts] if is_prompt(prompts) else prompts
   return [model.encode(prompt, field) for prompt in given]
 
 
@@ -32,12 +157,12 @@ def encode_prompts(given: Mapping[str, Any], model: ServedModel) -> list[list[in
     return encode_all(given["prompt"], model, "prompt")
   messages = []
   for index, each in enumerate(given["messages"]):
-    place, whole = f"messages[{index}]", (*fields.PART,)
-    message = fields.check(each, fields.MESSAGE, ("role", "content"), f"{place}.")
+    place, whole = f"messages[{index}]", (*PART,)
+    message = check(each, MESSAGE, ("role", "content"), f"{place}.")
     role, content = message["role"], message["content"]
     if not isinstance(content, str):
       pairs = ((x, f"{place}.content[{n}].") for n, x in enumerate(content))
-      content = "".join(fields.check(x, fields.PART, whole, y)["text"] for x, y in pairs)
+      content = "".join(check(x, PART, whole, y)["text"] for x, y in pairs)
     # A developer is OpenAI's newer name of the system.
     messages.append({"role": "system" if role == "developer" else role, "content": content})
   return [model.encode_chat(messages)]
@@ -75,7 +200,7 @@ class Generation:
     self.prompts = encode_prompts(given, model)
     self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
     self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
-    controls = {name: given[name] for name in fields.CONTROLS if name in given}
+    controls = {name: given[name] for name in CONTROLS if name in given}
     controls["reports_probabilities"] = self._top is not None
     self._controls, stop = SlotControls(**controls), get("stop", [])
     self._seed = get("seed", secrets.randbits(31))

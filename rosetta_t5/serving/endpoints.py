@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rosetta_t5.argument_types import near_hint
-from rosetta_t5.serving import api, fields
+from rosetta_t5.serving import api
 from rosetta_t5.serving.engine import RequestError
 from rosetta_t5.serving.programs import BATCH_SIZES
 from rosetta_t5.serving.served_model import Piece, ServedModel
@@ -95,7 +95,7 @@ class Endpoints:
     return self._models[name]
 
   async def _read(
-    self, request: Request, known: fields.Fields, *needed: str
+    self, request: Request, known: api.Fields, *needed: str
   ) -> tuple[ServedModel, dict[str, Any]]:
     """Returns the model of a request, and its other fields."""
     kind = request.headers.get("content-type", "")
@@ -114,13 +114,13 @@ class Endpoints:
       json.dumps(value, ensure_ascii=False).encode()  # Half of a surrogate pair is no text.
     except (ValueError, RecursionError) as error:
       raise RequestError(f"the body must be JSON in UTF-8: {error}") from error
-    given = fields.check(value, known, needed)
+    given = api.check(value, known, needed)
     return self._find(given.pop("model", next(iter(self._models)))), given
 
   async def generate(self, request: Request, is_chat: bool) -> Response:
     """Answers POST /v1/completions and /v1/chat/completions."""
     deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
-    schema = (fields.CHAT, "messages") if is_chat else (fields.COMPLETION, "prompt")
+    schema = (api.CHAT, "messages") if is_chat else (api.COMPLETION, "prompt")
     model, given = await self._read(request, *schema)
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
@@ -140,7 +140,7 @@ class Endpoints:
 
   async def embed(self, request: Request) -> Response:
     """Answers POST /v1/embeddings."""
-    model, given = await self._read(request, fields.EMBEDDING, "input")
+    model, given = await self._read(request, api.EMBEDDING, "input")
     _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
     vectors = await _in_groups(model.embed, prompts)
@@ -151,7 +151,7 @@ class Endpoints:
 
   async def score(self, request: Request) -> Response:
     """Answers POST /score."""
-    model, given = await self._read(request, fields.SCORE, "inputs", "targets")
+    model, given = await self._read(request, api.SCORE, "inputs", "targets")
     inputs, targets = given["inputs"], given["targets"]
     if len(inputs) != len(targets):
       text = f"targets must be {len(inputs)} texts, one for each input, got {len(targets)}"
@@ -165,7 +165,7 @@ class Endpoints:
 
   async def attend(self, request: Request) -> Response:
     """Answers POST /v1/attention."""
-    model, given = await self._read(request, fields.ATTENTION, "target")
+    model, given = await self._read(request, api.ATTENTION, "target")
     _check_encoder(model, "has no cross-attention")
     if ("prompt" in given) == ("messages" in given):
       raise RequestError("exactly one of prompt and messages must be given", "prompt")

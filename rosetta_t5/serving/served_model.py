@@ -17,7 +17,7 @@ from rosetta_t5 import decoding
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 from rosetta_t5.data.vocabularies.task_vocabularies import decode_tokens
 from rosetta_t5.decoding.slots import SlotControls, StepOutput
-from rosetta_t5.inference.chat_prompts import ChatPrompts
+from rosetta_t5.inference.text_inference import ChatPrompts
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.models.base_model import set_decode_fn
 from rosetta_t5.serving.engine import Engine, RequestError
