@@ -156,10 +156,10 @@ def find_matching_arrays(
   )
   converted = adapter_checkpoints.quantize(converted, wanted)
   # As in T5X, values that the user's transformations do not use are ignored.
-  allow_unexpected = allow_unexpected or any(
-    fn is not state_dicts.resize_vocabulary for fn in transformations
-  )
-  restorable = _find_restorable(path, converted, wanted, allow_missing, allow_unexpected, may_lack)
+  changes_names = any(fn is not state_dicts.resize_vocabulary for fn in transformations)
+  allowed = {"missing": allow_missing, "unexpected": allow_unexpected or changes_names}
+  expected_here = {n: x for n, x in wanted.items() if n in converted or n not in may_lack}
+  restorable = _find_restorable(path, converted, expected_here, allowed)
   return {name: converted[name] for name in wanted if name in restorable}
 
 
@@ -192,35 +192,28 @@ def find_mismatches(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> l
 
 
 def _find_restorable(
-  path: Any,
-  stored: Mapping[str, Any],
-  expected: Mapping[str, Any],
-  allow_missing: bool,
-  allow_unexpected: bool,
-  may_lack: Collection[str],
+  path: Any, stored: Mapping[str, Any], expected: Mapping[str, Any], allowed: Mapping[str, bool]
 ) -> set[str]:
   """Returns the names of `expected` that can be restored from `stored`.
 
-  With `allow_missing`, optimizer state that does not match is left out. Otherwise, if nothing but
+  `allowed` has the problems that are accepted. If "missing" is one of them, optimizer state that does not match is left out. Otherwise, if nothing but
   optimizer state differs, all of it is left out.
 
   Raises:
     CheckpointMismatchError: there is another difference.
   """
   has_state = any(map(_is_optimizer_state, stored))
-  expected = {name: x for name, x in expected.items() if name in stored or name not in may_lack}
   mismatches = find_mismatches(stored, expected)
   omitted = {mismatch.name for mismatch in mismatches}
   only_state_differs = has_state and omitted and all(map(_is_optimizer_state, omitted))
-  if only_state_differs and not allow_missing:
+  if only_state_differs and not allowed["missing"]:
     _log.warning(
       f"checkpoint {path} was written with a different OPTIMIZER, or with layers stacked differently: "
       f"its optimizer state is not used, and this run's is initialized\n{_table(mismatches)}"
     )
     return set(itertools.filterfalse(_is_optimizer_state, expected))
-  allowed = {"missing": allow_missing, "unexpected": allow_unexpected}
   # The beginnings of the names that are initialized wherever the checkpoint differs.
-  prefixes = {_OPTIMIZER_STATE: allow_missing or not has_state, "state/step": not has_state}
+  prefixes = {_OPTIMIZER_STATE: allowed["missing"] or not has_state, "state/step": not has_state}
   initialized = (*_FP8_COLLECTIONS, *filter(prefixes.get, prefixes))
   if refused := [
     m for m in mismatches if not (allowed.get(m.problem) or m.name.startswith(initialized))

@@ -36,6 +36,11 @@ PROMPT = "prompt_embeddings"
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"
 MAGNITUDE, IA3_VECTOR = "lora_magnitude_vector", "ia3_l"
 
+# {Transformers' name of a module: {kind of tensor: tensor}}.
+Groups = dict[str, dict[str, np.ndarray]]
+# An adapter, and {our name: array} of what it adds.
+Read = tuple[adapters.Adapter, dict[str, StoredArray]]
+
 
 class Module(NamedTuple):
   """A module of Transformers with a matrix that adapters can change.
@@ -74,7 +79,7 @@ def find_base(path: epath.PathLike) -> str:
   return found
 
 
-def read_with_base(path: epath.PathLike) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+def read_with_base(path: epath.PathLike) -> Read:
   """Returns the adapter of a PEFT folder, and the arrays of its base and the adapter by our names."""
   base = epath.Path(find_base(path))
   arrays = folder.read_arrays(base)
@@ -82,9 +87,7 @@ def read_with_base(path: epath.PathLike) -> tuple[adapters.Adapter, dict[str, St
   return adapter, {**arrays, **added}
 
 
-def read(
-  path: epath.PathLike, arrays: Arrays, config: Config
-) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+def read(path: epath.PathLike, arrays: Arrays, config: Config) -> Read:
   """Returns the adapter of a PEFT folder, and {our name: array} of what it adds.
 
   Args:
@@ -160,9 +163,7 @@ def modules_of(arrays: Arrays, config: Config) -> dict[str, Module]:
   return modules
 
 
-def _read_prompt(
-  settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays
-) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays) -> Read:
   is_decoder = find_family(arrays).IS_DECODER
   # PEFT computes with the first part only, also of the two that it makes for an encoder-decoder.
   parts = settings.get("num_transformer_submodules") or (1 if is_decoder else 2)
@@ -186,11 +187,7 @@ def prompt_scale(arrays: Arrays, width: int) -> float:
   return math.sqrt(width) if is_t5gemma else 1.0
 
 
-def _read_lora(
-  settings: Config,
-  groups: Mapping[str, Mapping[str, np.ndarray]],
-  modules: Mapping[str, Module],
-) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+def _read_lora(settings: Config, groups: Groups, modules: Mapping[str, Module]) -> Read:
   added: dict[str, StoredArray] = {}
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
@@ -198,9 +195,8 @@ def _read_lora(
   for name, group in groups.items():
     module = modules[name]
     rank, size = group.get(LORA_A, np.zeros((0, 0))).shape[0], module.outputs * len(module.kernels)
-    shapes = {LORA_A: (rank, module.inputs), LORA_B: (size, rank)} | (
-      {MAGNITUDE: (size,)} if use_dora else {}
-    )
+    shapes: dict[str, Any] = {LORA_A: (rank, module.inputs), LORA_B: (size, rank)}
+    shapes |= {MAGNITUDE: (size,)} if use_dora else {}
     _check_shapes(name, group, shapes)
     alpha = float(_find(settings.get("alpha_pattern") or {}, name, settings.get("lora_alpha", 8)))
     for part, ours in enumerate(module.kernels):
@@ -224,9 +220,7 @@ def _read_lora(
   return adapter, added
 
 
-def _read_ia3(
-  groups: Mapping[str, Mapping[str, np.ndarray]], modules: Mapping[str, Module]
-) -> tuple[adapters.Adapter, dict[str, StoredArray]]:
+def _read_ia3(groups: Groups, modules: Mapping[str, Module]) -> Read:
   added: dict[str, StoredArray] = {}
   scaled: dict[str, list[str]] = {"inputs": [], "all": []}
   for name, group in groups.items():
@@ -245,15 +239,13 @@ def _read_ia3(
   return adapters.IA3(targets=targets, input_targets=inputs), added
 
 
-def _group_tensors(
-  tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]
-) -> dict[str, dict[str, np.ndarray]]:
+def _group_tensors(tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]) -> Groups:
   """Returns {module: {kind of tensor: tensor}}.
 
   Raises:
     ValueError: a tensor is of another kind, or of a module that is not among `modules`.
   """
-  groups: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
+  groups: Groups = collections.defaultdict(dict)
   unknown = []
   for name, tensor in tensors.items():
     match = _TENSOR.fullmatch(name)

@@ -15,10 +15,7 @@ from rosetta_t5 import adapters
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
-from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Module, short_name
-
-# {Transformers' name of a module: {kind of tensor: tensor}}.
-Groups = dict[str, dict[str, np.ndarray]]
+from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Groups, Module, short_name
 
 
 def write(
