@@ -15,12 +15,10 @@ from etils import epath
 from rosetta_t5 import adapters
 from rosetta_t5.checkpoints import saved_items
 from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Arrays, StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree, to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables, peft_folder
-
-Arrays = Mapping[str, StoredArray]
 
 _TARGET = "target/"
 _OWN = ("kernel", "bias")
@@ -217,7 +215,7 @@ def add_changes(
   return state_dicts.unflatten_state_dict({**others, **changed})
 
 
-def _merged_arrays(path: str, base: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def _merged_arrays(path: str, base: Arrays) -> dict[str, StoredArray]:
   """Returns the arrays of `base` that an adapter changes, merged."""
   if peft_folder.is_peft(path):
     adapter, added = peft_folder.read(path, base, {})

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from rosetta_t5 import terminal
 from rosetta_t5.checkpoints import adapter_checkpoints, checkpoint_folders
 from rosetta_t5.checkpoints.arrays import lazy_arrays, state_dicts
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Arrays, StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import CheckpointMismatchError, convert_tree
 from rosetta_t5.checkpoints.saved_items import leaf_dtype
 from rosetta_t5.parallel import BasePartitioner
@@ -281,9 +281,7 @@ def _dtype_kind(dtype: Any) -> str:
   return "int" if jnp.issubdtype(dtype, jnp.integer) else np.dtype(dtype).name
 
 
-def _transfer_to_devices(
-  arrays: Mapping[str, StoredArray], shardings: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+def _transfer_to_devices(arrays: Arrays, shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
   """Reads arrays onto their devices, several at a time within a limit of host memory."""
   transferred: dict[str, jax.Array] = {}
   pending: collections.deque[tuple[str, Callable[[], jax.Array]]] = collections.deque()

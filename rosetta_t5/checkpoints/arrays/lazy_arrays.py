@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Self
 
@@ -104,6 +104,9 @@ class StoredArray(LazyArray):
       rows = max(1, _PART_BYTES * rows // self.nbytes)
     for start in range(0, self.shape[0] if self.shape else 1, max(1, rows)):
       yield (slice(start, start + rows), *[slice(None)] * (self.ndim - 1))[: self.ndim]
+
+
+Arrays = Mapping[str, StoredArray]
 
 
 def as_stored_array(value: Any) -> StoredArray:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, index_axis, reshape, stack
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Arrays, StoredArray
 
 EMBEDDING = "target/token_embedder/embedding"
 HEAD = "target/decoder/logits_dense/kernel"
@@ -61,9 +62,7 @@ class CheckpointMismatchError(ValueError):
   """A checkpoint belongs to a different model or optimizer."""
 
 
-def convert_tree(
-  arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
-) -> dict[str, StoredArray]:
+def convert_tree(arrays: Arrays, expected: Mapping[str, Any]) -> dict[str, StoredArray]:
   """Returns `arrays` with the parameters under the names and shapes of `expected`, with the same values.
 
   A parameter that cannot be converted keeps its name and shape, so that a comparison shows it. So does
@@ -88,7 +87,7 @@ def convert_tree(
   return {**{name: array for name, array in unstacked.items() if name not in used}, **converted}
 
 
-def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def unstack_layers(arrays: Arrays) -> dict[str, StoredArray]:
   """Returns arrays with a separate name for each layer's part of a parameter (`encoder/layers_0/…`)."""
   unstacked: dict[str, StoredArray] = {}
   axis = scan_axis(arrays)
@@ -99,7 +98,7 @@ def unstack_layers(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
       first, period = int(place or 0), _period(arrays, prefix, side)
       for n in range(array.shape[axis]):
         layer = f"{prefix}{side}/layers_{first + n * period}"
-        unstacked[f"{layer}/{rest}"] = index_axis(array, axis, n)
+        unstacked[f"{layer}/{rest}"] = lazy_arrays.index_axis(array, axis, n)
     else:
       unstacked[current_name] = array
   return unstacked
@@ -124,18 +123,18 @@ def scan_axis(arrays: Mapping[str, Any]) -> int:
   return 0 if on_first else SCAN_AXIS
 
 
-def to_plain_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def to_plain_tree(arrays: Arrays) -> dict[str, StoredArray]:
   """Returns the parameters of `arrays` in the plain tree: separate layers, 2-D attention kernels."""
   plain = unstack_layers({n: x for n, x in arrays.items() if n.startswith("target/")})
   for name, array in plain.items():
     if _HEADS_KERNEL.fullmatch(name) and array.ndim == 3:
       first, second, third = array.shape
       merged = (first * second, third) if "/out/" in name else (first, second * third)
-      plain[name] = reshape(array, merged)
+      plain[name] = lazy_arrays.reshape(array, merged)
   return plain
 
 
-def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def to_scalable_tree(arrays: Arrays) -> dict[str, StoredArray]:
   """Returns parameters of the plain tree in the scalable tree, with a bias for each layer."""
   expected: dict[str, Any] = {}
   for name, array in arrays.items():
@@ -150,7 +149,7 @@ def to_scalable_tree(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray
   return convert_tree(arrays, expected)
 
 
-def _is_same_tree(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]) -> bool:
+def _is_same_tree(arrays: Arrays, expected: Mapping[str, Any]) -> bool:
   """Returns whether the parameters have the expected names, and none has to be reshaped."""
   params = {name: leaf for name, leaf in expected.items() if name.startswith("target/")}
   return params.keys() <= arrays.keys() and not any(
@@ -159,9 +158,7 @@ def _is_same_tree(arrays: Mapping[str, StoredArray], expected: Mapping[str, Any]
   )
 
 
-def _find_sources(
-  name: str, unstacked: Mapping[str, StoredArray], expected: Iterable[str] = ()
-) -> list[str]:
+def _find_sources(name: str, unstacked: Arrays, expected: Iterable[str] = ()) -> list[str]:
   """Returns the names of the stored arrays that make up the model's array `name`, one of `expected`.
 
   There is one name, or one per layer of a stacked array or of a bias that the layers share. The list
@@ -200,7 +197,7 @@ def _assemble(
     inner = shape[:axis] + shape[axis + 1 :]
     parts = [_reshape_heads(name, source, inner) for source in sources]
     # Layers of another shape are left as they are, so that the comparison shows them.
-    return stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
+    return lazy_arrays.stack(parts, axis) if {part.shape for part in parts} == {inner} else parts[0]
   if len(sources) > 1 and any(np.any(x.get() != sources[0].get()) for x in sources[1:]):
     raise CheckpointMismatchError(
       f"{name} is one relative bias for all layers, but those of the checkpoint's {len(sources)} layers "
@@ -213,13 +210,11 @@ def _assemble(
 def _reshape_heads(name: str, array: StoredArray, shape: tuple[int, ...]) -> StoredArray:
   """Merges or splits the adjacent axes of heads and head size in an attention kernel."""
   if _HEADS_KERNEL.fullmatch(name) and array.size == math.prod(shape):
-    return reshape(array, shape)
+    return lazy_arrays.reshape(array, shape)
   return array
 
 
-def _shape_by_heads(
-  name: str, array: StoredArray, arrays: Mapping[str, StoredArray], side: str
-) -> tuple[int, ...]:
+def _shape_by_heads(name: str, array: StoredArray, arrays: Arrays, side: str) -> tuple[int, ...]:
   """Returns the shape of a layer's array in the scalable tree, without the layers' axis."""
   if not _HEADS_KERNEL.fullmatch(name) or array.ndim != 2:
     return array.shape

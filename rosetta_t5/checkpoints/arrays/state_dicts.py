@@ -15,7 +15,7 @@ from flax.core import unfreeze
 
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.checkpoints.arrays import lazy_arrays
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray, as_stored_array
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Arrays, StoredArray, as_stored_array
 
 _SPEC_KEYS = frozenset({"driver", "kvstore", "metadata"})
 AssignmentMap = Sequence[tuple[str, str | None]]
@@ -195,7 +195,7 @@ def _resize(name: str, array: StoredArray, shape: tuple[int, ...], axis: int) ->
   return lazy_arrays.concatenate([array, added], axis)
 
 
-def with_averages(arrays: Mapping[str, StoredArray]) -> dict[str, StoredArray]:
+def with_averages(arrays: Arrays) -> dict[str, StoredArray]:
   """Returns a checkpoint's arrays with averages of the parameters, if it has any, in their place.
 
   They are those of `average_parameters`, or of a schedule-free optimizer: (y − (1 − b1)·z) / b1 for

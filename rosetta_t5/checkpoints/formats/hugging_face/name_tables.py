@@ -9,9 +9,8 @@ import numpy as np
 
 from rosetta_t5.argument_types import check_one_of
 from rosetta_t5.checkpoints.arrays import lazy_arrays
-from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
+from rosetta_t5.checkpoints.arrays.lazy_arrays import Arrays, StoredArray
 
-Arrays = Mapping[str, StoredArray]
 Config = Mapping[str, Any]  # the content of a config.json
 # The entry of config.json that marks a decoder whose ids are those of its SentencePiece vocabulary.
 PADDING_IS_TOKEN_0 = "padding_is_token_0"
