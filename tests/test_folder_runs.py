@@ -169,7 +169,7 @@ def test_a_run_from_a_folder_becomes_a_folder_again(found, plain, tmp_path):
   assert losses[1] < losses[0] or (family == "t5gemma2" and losses[1] != losses[0])
   text = (model_dir / "config.gin").read_text()
   assert f"INITIAL_CHECKPOINT_PATH = '{path}'" in text
-  back = convert(model_dir, tmp_path / "hf", "hf", report=lambda _: None)
+  back = convert(model_dir, tmp_path / "hf", "hf")
   before, after = (read_model_settings(x, folder.read_arrays(x)) for x in (path, back))
   assert after.network.replace(dropout_rate=0.0) == before.network.replace(dropout_rate=0.0)
   assert after.ids_are_shifted == before.ids_are_shifted == (family == "llama")

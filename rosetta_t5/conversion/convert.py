@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -71,7 +71,6 @@ def convert(
   model_type: str | None = None,
   config: epath.PathLike | None = None,
   tokenizer: epath.PathLike | None = None,
-  report: Callable[[str], None] = print,
 ) -> epath.Path:
   """Writes the checkpoint `source` as `destination` and returns the path of what was written.
 
@@ -92,7 +91,6 @@ def convert(
     config: a config.gin or config.json with settings that weights do not show, such as a decoder's
       number of heads; None for the one beside the source.
     tokenizer: where the tokenizer's files are; None for those of the source, or of the run that wrote it.
-    report: receives the messages.
 
   Raises:
     ConversionError: the logits of the two checkpoints differ.
@@ -106,8 +104,8 @@ def convert(
   if to == "peft":
     if dtype or tree or encoder_only:
       raise ValueError("--to peft has no --dtype, --tree and --encoder-only: leave them out")
-    return _write_adapter(path, stored, fact, destination, config, model_type, report)
-  merged = _merge_adapter(path, stored, fact, config, report) if fact else stored
+    return _write_adapter(path, stored, fact, destination, config, model_type)
+  merged = _merge_adapter(path, stored, fact, config) if fact else stored
   arrays = _select_arrays(merged, to, dtype, tree, encoder_only)
   settings = read_model_settings(path, arrays, config)
   if tokenizer is None:
@@ -117,7 +115,7 @@ def convert(
   step = None if to == "hf" else stored_step(arrays) or 0
   final = _find_destination(destination, step)
   params = sum(array.size for name, array in arrays.items() if name.startswith("target/"))
-  report(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
+  print(f"converting {path} ({params / 1e6:.1f} million parameters) to {final}, layout {to}")
   with complete_folder(final) as unfinished:
     hf_config = dict(settings.source_config)
     if to == "hf":
@@ -127,7 +125,7 @@ def convert(
       unfinished.mkdir(parents=True)
       hugging_face_folder.write(unfinished, weights, hf_config, tokenizer)
       if not hugging_face_folder.tokenizer_files(tokenizer):
-        report("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
+        print("no tokenizer was written; Transformers' pipelines need one: set --tokenizer")
     else:
       write = t5x_layouts.write_older if to == "t5x-legacy" else t5x_layouts.write_orbax
       write(unfinished, {STEP: as_stored_array(np.int32(0)), **arrays})
@@ -136,11 +134,11 @@ def convert(
         (unfinished / hugging_face_folder.CONFIG).write_text(f"{text}\n")
     with terminal.progress_bar("verifying"):
       verified = verification.verify(arrays, path, unfinished, settings)
-    report(verified)
+    print(verified)
     if to == "hf":
       (unfinished / _CARD).write_text(_model_card(path, hf_config, verified))
     write_checksums(unfinished, [n for n in files_in(unfinished) if n != _CARD])
-  report(f"wrote {final}")
+  print(f"wrote {final}")
   return final
 
 
@@ -202,11 +200,7 @@ def _find_destination(destination: epath.PathLike, step: int | None = None) -> e
 
 
 def _merge_adapter(
-  path: epath.Path,
-  arrays: Arrays,
-  fact: Mapping[str, Any],
-  config: epath.PathLike | None,
-  report: Callable[[str], None],
+  path: epath.Path, arrays: Arrays, fact: Mapping[str, Any], config: epath.PathLike | None
 ) -> Arrays:
   """Returns a checkpoint's arrays with its adapter merged, after comparing logits before and after.
 
@@ -215,7 +209,6 @@ def _merge_adapter(
     arrays: its arrays.
     fact: its run fact `adapter`.
     config: see `convert`.
-    report: receives the result of the comparison.
 
   Raises:
     ConversionError: the logits differ.
@@ -227,7 +220,7 @@ def _merge_adapter(
   merged = adapter_checkpoints.merge(arrays, fact)
   settings = read_model_settings(path, merged, config)
   result = verification.compare_networks((arrays, adapter), (merged, None), settings)
-  report(f"merged adapters.{fact['method']}; logits before and after the merge: {result}")
+  print(f"merged adapters.{fact['method']}; logits before and after the merge: {result}")
   return merged
 
 
@@ -238,7 +231,6 @@ def _write_adapter(
   destination: epath.PathLike,
   config: epath.PathLike | None,
   model_type: str | None,
-  report: Callable[[str], None],
 ) -> epath.Path:
   """Writes the adapter of a checkpoint as a PEFT folder and returns its path.
 
@@ -249,19 +241,18 @@ def _write_adapter(
     destination: the folder to write.
     config: see `convert`.
     model_type: see `convert`.
-    report: receives the messages.
 
   Raises:
     ConversionError: the folder does not compute the same logits when it is read again.
     ValueError: there is no adapter, no base is recorded, or PEFT has no such adapter.
   """
-  is_peft = peft_folder.is_peft(path)
-  base = fact.get("base") or (path if is_peft else None)
-  if base is None:
+  base: Any = fact.get("base") or path
+  if peft_folder.is_peft(base):
+    base = peft_folder.find_base(base)
+  elif base is path:
     raise ValueError(
       f"{path} has no adapter of a recorded base (INITIAL_CHECKPOINT_PATH), which --to peft writes: use --to hf"
     )
-  base = peft_folder.find_base(base) if peft_folder.is_peft(base) else base
   adapter, plain = adapters.from_settings(fact), to_plain_tree(arrays)
   own = {n: x for n, x in plain.items() if not adapter.adds(n)}
   settings = read_model_settings(path, own, config)
@@ -274,9 +265,9 @@ def _write_adapter(
     peft_writing.write(unfinished, adapter, plain, their_config, os.fspath(base))
     again, added = peft_folder.read(unfinished, own, their_config)
     result = verification.compare_networks((plain, adapter), ({**own, **added}, again), settings)
-    report(f"logits of the adapter here and of the folder: {result}")
+    print(f"logits of the adapter here and of the folder: {result}")
     write_checksums(unfinished, files_in(unfinished))
   if not hugging_face_folder.is_hugging_face(base):
-    report(f"PEFT needs the base as a Hugging Face folder: rosetta-t5 convert {base} BASE --to hf")
-  report(f"wrote {final}, an adapter of {base}")
+    print(f"PEFT needs the base as a Hugging Face folder: rosetta-t5 convert {base} BASE --to hf")
+  print(f"wrote {final}, an adapter of {base}")
   return final

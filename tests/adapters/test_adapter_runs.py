@@ -80,7 +80,7 @@ def test_frozen_parameters_do_not_change_and_predictions_are_those_of_the_merged
   for name, value in params.items():
     if "lora" not in name:
       np.testing.assert_array_equal(value, base[f"target/{name}"])
-  folder = convert(adapted[1], tmp_path / "hf", "hf", report=lambda _: None)
+  folder = convert(adapted[1], tmp_path / "hf", "hf")
   merged = trained_model.open_model_dir(folder)
   batch = {
     name: np.arange(3, 11)[None] for name in ("encoder_input_tokens", "decoder_input_tokens")
@@ -259,7 +259,7 @@ def test_an_adapter_is_opened_in_bfloat16(adapted):
 def test_vectors_of_texts_are_those_of_the_merged_folder(found, adapted, tmp_path):
   if found[0] != "t5gemma":
     pytest.skip("a decoder has no encoder")
-  folder = convert(adapted[1], tmp_path / "hf", "hf", report=lambda _: None)
+  folder = convert(adapted[1], tmp_path / "hf", "hf")
   (tmp_path / "texts.txt").write_text("w5 w6 w7\nw8 w9\n")
   vectors = []
   for number, model in enumerate((adapted[1], folder)):
@@ -294,7 +294,7 @@ def test_an_adapter_is_written_for_peft_and_opened_again(found, adapted, tmp_pat
 
 @pytest.mark.slow
 def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
-  folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
+  folder = convert(adapted[1], tmp_path / "peft", "peft")
   start = f"INITIAL_CHECKPOINT_PATH={str(folder)!r}"
   still = "optimizers.adamw.learning_rate=0.0"
   train(found, tmp_path / "run", *LORA, *ADAMW, start, still, imports=[IMPORT])
@@ -306,7 +306,7 @@ def test_training_continues_from_a_peft_folder(found, adapted, tmp_path):
 
 @pytest.mark.slow
 def test_weighted_adapters_are_sums_of_their_changes_of_the_base(found, adapted, tmp_path):
-  folder = convert(adapted[1], tmp_path / "peft", "peft", report=lambda _: None)
+  folder = convert(adapted[1], tmp_path / "peft", "peft")
   base = checkpoints_flat(trained_model.open_model_dir(found[1]).state.params)
   merged = checkpoints_flat(trained_model.open_model_dir(folder).state.params)
   given = [str(adapted[1]), f"{folder}=0.5"]

@@ -23,7 +23,7 @@ def run(*arguments):
 
 @pytest.mark.slow
 def test_checkpoints_are_listed_shown_and_compared(tmp_path, capsys):
-  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x")
   assert run("ckpt", "ls", tmp_path) == 0
   assert "1000" in capsys.readouterr().out
   assert run("ckpt", "show", tmp_path) == 0
@@ -49,7 +49,7 @@ def test_values_that_are_not_finite_differ_from_others(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, capsys):
-  convert.convert(MESH_TF, tmp_path, "t5x", report=lambda _: None)
+  convert.convert(MESH_TF, tmp_path, "t5x")
   (tmp_path / "checkpoint_1000/PINNED").write_text("")
   (tmp_path / "checkpoint_2000").mkdir()
   assert run("ckpt", "ls", tmp_path) == 0
@@ -61,7 +61,7 @@ def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, ca
 
 
 def test_verify_finds_changed_and_missing_files(tmp_path, capsys):
-  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy")
   assert run("ckpt", "verify", tmp_path) == 0
   assert "files compared with checksums.json, 0 problems" in capsys.readouterr().out
   other = checkpoint / "target.encoder.layers_0.mlp.wi_0.kernel/0.0"
@@ -76,7 +76,7 @@ def test_verify_finds_changed_and_missing_files(tmp_path, capsys):
 def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothing_was_compared(
   tmp_path, capsys
 ):
-  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy", report=lambda _: None)
+  checkpoint = convert.convert(MESH_TF, tmp_path, "t5x-legacy")
   (checkpoint / CHECKSUMS_NAME).unlink()
   assert run("ckpt", "verify", tmp_path) == 0
   assert "no checksums.json to compare with (verify --write writes it), 0 problems" in (
@@ -93,7 +93,7 @@ def test_verify_without_stored_checksums_reads_everything_and_reports_that_nothi
 
 @pytest.mark.slow
 def test_verify_finds_values_that_are_not_finite_without_stored_checksums(tmp_path, capsys):
-  checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta", report=lambda _: None)
+  checkpoint = convert.convert(MESH_TF, tmp_path, "rosetta")
   arrays = read_arrays(checkpoint)
   name = "target/encoder/layers_0/mlp/wi_0/kernel"
   arrays[name] = as_stored_array(np.full(arrays[name].shape, np.nan, np.float32))

@@ -101,8 +101,8 @@ def test_greedy_tokens_of_a_written_folder_are_equal(name, tmp_path, spiece_mode
   kind, entries = MODELS[name]
   todays_models.save_model(kind, entries, tmp_path / "theirs")
   tokenizer = spiece_model if kind.endswith("T5") else word_tokenizer
-  checkpoint = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x", report=lambda _: None)
-  written = convert(checkpoint, tmp_path / "hf", "hf", tokenizer=tokenizer, report=lambda _: None)
+  checkpoint = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
+  written = convert(checkpoint, tmp_path / "hf", "hf", tokenizer=tokenizer)
   converter = ctranslate2.converters.TransformersConverter(str(written))
   converter.convert(str(tmp_path / "ctranslate2"))
   found = todays_models.read(written)

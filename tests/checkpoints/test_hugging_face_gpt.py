@@ -177,7 +177,7 @@ def test_a_trained_decoder_is_written_with_its_start_token_and_its_scaling(
   table[0] = table[7] / 2  # training has moved it away from END's
   values = network_values(tmp_path) | changes
   write_run(tmp_path / "run", {**arrays, name: as_stored_array(table)}, **values)
-  folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf", report=lambda _: None)
+  folder = convert.convert(tmp_path / "run", tmp_path / "hf", "hf")
   config = json.loads((folder / "config.json").read_text())
   assert config["model_type"] == to
   assert config["vocab_size"] == VOCAB + 1

@@ -136,12 +136,13 @@ def test_an_adapter_of_another_base_is_refused(bases, tmp_path, name):
 
 @pytest.mark.parametrize("name", BASES)
 def test_conversion_merges_a_peft_folder_and_compares_logits_before_and_after(
-  bases, tmp_path, name
+  bases, tmp_path, name, capsys
 ):
   theirs = save_adapter(name, "lora", bases[name], tmp_path / "adapter")
-  lines = []
-  path = convert(tmp_path / "adapter", tmp_path / "hf", "hf", report=lines.append)
-  (line,) = (line for line in lines if "before and after the merge" in line)
+  path = convert(tmp_path / "adapter", tmp_path / "hf", "hf")
+  (line,) = (
+    line for line in capsys.readouterr().out.splitlines() if "before and after the merge" in line
+  )
   assert float(line.split()[-1]) < 1e-4
   expected = their_logits(theirs, bases[name])
   found = their_logits(load_base(name, path), bases[name])

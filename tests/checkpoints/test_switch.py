@@ -81,9 +81,9 @@ def test_routing_and_auxiliary_losses_are_those_of_transformers(ours, by_torch):
 
 @pytest.mark.slow
 def test_weights_and_config_are_the_same_after_a_conversion_to_t5x_and_back(tmp_path):
-  checkpoint = convert(SWITCH, tmp_path / "t5x", "t5x", report=lambda _: None)
+  checkpoint = convert(SWITCH, tmp_path / "t5x", "t5x")
   config = SWITCH / "config.json"
-  converted = convert(checkpoint, tmp_path / "hf", "hf", config=config, report=lambda _: None)
+  converted = convert(checkpoint, tmp_path / "hf", "hf", config=config)
   before, after = (load_file(folder / "model.safetensors") for folder in (SWITCH, converted))
   assert before.keys() == after.keys()
   for name, array in before.items():
@@ -109,6 +109,6 @@ def test_a_router_with_a_bias_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_an_encoder_alone_is_written_and_read(tmp_path):
-  encoder = convert(SWITCH, tmp_path / "hf", "hf", encoder_only=True, report=lambda _: None)
+  encoder = convert(SWITCH, tmp_path / "hf", "hf", encoder_only=True)
   network = read_model_settings(encoder, read_arrays(encoder)).network
   assert (network.num_experts, network.num_decoder_layers) == (4, 0)

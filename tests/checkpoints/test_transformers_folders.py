@@ -100,8 +100,8 @@ def test_decoding_starts_and_ends_with_the_tokens_of_the_folder(case, tmp_path):
 def test_a_conversion_to_t5x_and_back_keeps_weights_and_settings(case, tmp_path):
   (*_, name) = versions(case)
   transformers_folders.write_folder(name, tmp_path / "theirs", RECORDED)
-  checkpoint = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x", report=lambda _: None)
-  back = convert(checkpoint, tmp_path / "back", "hf", report=lambda _: None)
+  checkpoint = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
+  back = convert(checkpoint, tmp_path / "back", "hf")
   read, written = read_arrays(tmp_path / "theirs"), read_arrays(back)
   assert read.keys() == written.keys()
   for array in read:
@@ -133,7 +133,7 @@ def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set
   transformers_folders.write_folder("5.24.0/t5-gated-silu", tmp_path / "theirs", RECORDED)
   config = json.loads((tmp_path / "theirs/config.json").read_text())
   (tmp_path / "theirs/config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
-  converted = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x", report=lambda _: None)
+  converted = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
   network = read_model_settings(converted, read_arrays(converted)).network
   changes = {"mlp_activations": ["gelu", "linear"], "max_distance": 64, "vocab_size": 40}
   module, vocabulary = Transformer(network.replace(**changes)), types.SimpleNamespace(eos_id=1)

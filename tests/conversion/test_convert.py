@@ -126,11 +126,11 @@ def test_a_destination_that_is_not_empty_is_not_changed(tmp_path, capsys):
 @pytest.mark.slow
 def test_weights_are_split_into_shards_and_converted_to_bfloat16(tmp_path, monkeypatch):
   monkeypatch.setattr(folder, "_SHARD_BYTES", 3000)
-  convert.convert(MESH_TF, tmp_path, "hf", report=lambda _: None)
+  convert.convert(MESH_TF, tmp_path, "hf")
   index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
   assert len(set(index["weight_map"].values())) > 3
   (tmp_path / "README.md").write_text("---\nlicense: mit\nlanguage: [de, fr]\n---\nText")
-  half = convert.convert(tmp_path, tmp_path / "half", "hf", dtype="bfloat16", report=lambda _: None)
+  half = convert.convert(tmp_path, tmp_path / "half", "hf", dtype="bfloat16")
   data = ModelCard.load(half / "README.md").data
   assert (data.license, data.language) == ("mit", ["de", "fr"])
   original, stored = read_arrays(MESH_TF), read_arrays(half)

@@ -153,9 +153,7 @@ def test_t5_generates_the_same_texts(tmp_path):
   module = Transformer(T5Config(vocab_size=36, **T5))
   lengths = {"inputs": 32, "targets": NEW_TOKENS}
   write_run(run, module, tokens, tokens, tokens, lines=T5_LINES, lengths=lengths)
-  folder = convert(
-    run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", report=lambda _: None
-  )
+  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model")
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder)
   found = []
@@ -187,7 +185,7 @@ def test_the_pipeline_of_a_gpt_generates_the_same_texts(tmp_path, is_trained):
   write_run(
     run, DecoderWrapper(config), tokens, tokens, lines=GPT_LINES, lengths=lengths, first=first
   )
-  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run, report=lambda _: None)
+  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run)
   write = transformers.pipeline("text-generation", model=str(folder))
   found = [
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)
@@ -215,9 +213,7 @@ def test_the_pipeline_of_a_decoder_with_sentencepiece_generates_the_same_texts(t
     lines=GPT_SENTENCEPIECE_LINES,
     lengths={"targets": 64},
   )
-  folder = convert(
-    run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model", report=lambda _: None
-  )
+  folder = convert(run, tmp_path / "hf", "hf", tokenizer=run / "spiece.model")
   write = transformers.pipeline("text-generation", model=str(folder))
   found = [
     write(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, return_full_text=False)
