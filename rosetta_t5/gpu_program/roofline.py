@@ -131,8 +131,8 @@ class _Scheduler:
     self.now += timed.seconds
 
   def _start(self, name: str, collective: Collective) -> None:
-    axes = collective.axes
-    seconds, leaves_node = seconds_on_links(collective.sent, axes, self.mesh, self.gpu, 1.0)
+    sent, axes = collective.sent, collective.axes
+    seconds, leaves_node = seconds_on_links(sent, axes, self.mesh, self.gpu)
     seconds = max(seconds, COLLECTIVE_SECONDS)
     self.links_free = max(self.now, self.links_free) + seconds
     timed = dataclasses.replace(collective, seconds=seconds, leaves_node=leaves_node)

@@ -112,7 +112,7 @@ def correct_predictions(
 
 
 # A logit that gives probability 0, and still has a finite gradient.
-_EXCLUDED_LOGIT = -1e10
+_EXCLUDED = -1e10
 
 
 class LogitFactors(NamedTuple):
@@ -162,17 +162,12 @@ def chunked_cross_entropy(
 
 
 def _forward(
-  factors: LogitFactors,
-  targets_BT: jax.Array,
-  z_loss: float | jax.Array,
-  label_smoothing: float,
-  chunk: int,
+  factors: LogitFactors, targets_BT: Array, z_loss: float | Array, smoothing: float, chunk: int
 ) -> tuple[ChunkedLoss, tuple]:
-
   def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, targets_BC = part
     logits_BCV = _logits(hidden_BCD, factors)
-    loss, residuals = loss_and_residuals(logits_BCV, targets_BC, z_loss, label_smoothing)
+    loss, residuals = loss_and_residuals(logits_BCV, targets_BC, z_loss, smoothing)
     *_, highest, total = residuals
     return (*loss, correct_predictions(logits_BCV, targets_BC), highest, total)
 
@@ -217,9 +212,7 @@ chunked_cross_entropy.defvjp(_forward, _backward)
 
 
 def set_logits(
-  logits_BTV: Float[Array, "B T V"],
-  chosen_V: Bool[Array, " V"] | None,
-  value: float = _EXCLUDED_LOGIT,
+  logits_BTV: Float[Array, "B T V"], chosen_V: Bool[Array, " V"] | None, value: float = _EXCLUDED
 ) -> Float[Array, "B T V"]:
   """Returns the logits with those of the chosen tokens set to `value`; unchanged if these are None."""
   if chosen_V is None:

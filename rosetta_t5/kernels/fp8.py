@@ -25,6 +25,8 @@ _SMALLEST_UNIT = np.float32(2.0**-100)
 # Rounded to the nearest power of two, this times x is the next one that is not less than x.
 _ROUND_UP = 1.5 * (1 - 2.0**-20)
 MeshAxes = str | tuple[str, ...] | None
+# An array in fp8, and the units of its parts.
+Parts = tuple[Array, Array]
 
 
 def quantize(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], Float[Array, ""]]:
@@ -103,11 +105,7 @@ def _quantize_parts(x: Array, dtype: Any, split: tuple[MeshAxes, ...]) -> tuple[
 
 
 def _dot_of_parts(
-  a: tuple[Array, Array],
-  b: tuple[Array, Array],
-  a_axes: tuple[int, ...],
-  b_axes: tuple[int, ...],
-  dtype: Any,
+  a: Parts, b: Parts, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any
 ) -> Array:
   """Returns the matmul, over `a_axes` and `b_axes`, of two arrays from `_quantize_parts`.
 

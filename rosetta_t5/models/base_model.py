@@ -19,6 +19,7 @@ from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.training import losses
 
 PyTree = Any
+Shapes = Mapping[str, tuple[int, ...]]
 Batch = Mapping[str, jax.Array]
 
 
@@ -122,10 +123,7 @@ class BaseModel(abc.ABC):
 
   @abc.abstractmethod
   def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
+    self, rng: jax.Array, input_shapes: Shapes, input_types: Mapping[str, Any] | None = None
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables by collection, for inputs of these shapes."""
 

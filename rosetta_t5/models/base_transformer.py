@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from rosetta_t5.adapters import Adapter
 from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.kernels.cross_entropy import chunked_cross_entropy
-from rosetta_t5.models.base_model import Batch, PyTree
+from rosetta_t5.models.base_model import Batch, PyTree, Shapes
 from rosetta_t5.models.batch_metrics import Metrics, add_expert_losses, compute_base_metrics
 from rosetta_t5.models.decoding_model import DecodingModel
 from rosetta_t5.training import losses
@@ -118,10 +118,7 @@ class BaseTransformerModel(DecodingModel):
     raise NotImplementedError
 
   def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
+    self, rng: jax.Array, input_shapes: Shapes, input_types: Mapping[str, Any] | None = None
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables; the same key gives T5X's parameters."""
     types = input_types or {}
@@ -155,11 +152,7 @@ class BaseTransformerModel(DecodingModel):
     )
 
   def loss_fn(
-    self,
-    params: PyTree,
-    batch: Batch,
-    dropout_rng: jax.Array | None,
-    flax_mutables: PyTree | None = None,
+    self, params: PyTree, batch: Batch, dropout_rng: Array | None, flax_mutables: PyTree = None
   ) -> tuple[Float[Array, ""], Any]:
     """Returns the loss and the metrics of the batch.
 

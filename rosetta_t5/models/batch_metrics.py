@@ -25,9 +25,7 @@ def count_packed_examples(segment_ids: Int[Array, "B T"]) -> Int[Array, ""]:
 
 
 def compute_weighted_accuracy(
-  logits: Float[Array, "..."],
-  targets: Int[Array, "..."],
-  weights: Shaped[Array, "..."] | None = None,
+  logits: Float[Array, "..."], targets: Int[Array, "..."], weights: Array | None = None
 ) -> Shaped[Array, ""]:
   """Returns the total weight of the targets with the highest logit, for users of T5X's function.
 

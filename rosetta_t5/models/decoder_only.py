@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from rosetta_t5 import decoding
 from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
-from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree
+from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, Shapes
 from rosetta_t5.models.base_transformer import BaseTransformerModel
 from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.models.decoding_model import DecodingStart
@@ -78,10 +78,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     super().__init__(*network, *loss_settings, aux_loss_factor, router_z_loss_factor, adapter)
 
   def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
+    self, rng: jax.Array, input_shapes: Shapes, input_types: Mapping[str, Any] | None = None
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables; the same key gives T5X's parameters."""
     name = "decoder_input_tokens"

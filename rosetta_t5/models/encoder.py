@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import PositiveNumber
-from rosetta_t5.models.base_model import Batch, PyTree
+from rosetta_t5.models.base_model import Batch, PyTree, Shapes
 from rosetta_t5.models.batch_metrics import compute_base_metrics
 from rosetta_t5.models.encoder_decoder import EncoderDecoderModel
 from rosetta_t5.training import losses
@@ -27,10 +27,7 @@ class EncoderModel(EncoderDecoderModel):
   """An encoder-decoder model whose parameters are those of its encoder; it predicts nothing."""
 
   def get_initial_variables(
-    self,
-    rng: jax.Array,
-    input_shapes: Mapping[str, tuple[int, ...]],
-    input_types: Mapping[str, Any] | None = None,
+    self, rng: jax.Array, input_shapes: Shapes, input_types: Mapping[str, Any] | None = None
   ) -> Mapping[str, PyTree]:
     """Returns the initial variables of the encoder and its embedding table."""
     tokens = jnp.ones(input_shapes["encoder_input_tokens"], jnp.int32)
@@ -85,11 +82,7 @@ class DualEncoderModel(EncoderDecoderModel):
     self._temperature = temperature
 
   def loss_fn(
-    self,
-    params: PyTree,
-    batch: Batch,
-    dropout_rng: jax.Array | None,
-    flax_mutables: PyTree | None = None,
+    self, params: PyTree, batch: Batch, dropout_rng: Array | None, flax_mutables: PyTree = None
   ) -> tuple[Float[Array, ""], Any]:
     """Returns the sum of the pairs' losses, and the metrics, in which a pair is a token.
 

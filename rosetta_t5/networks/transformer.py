@@ -127,12 +127,8 @@ class Decoder(nn.Module):
     return output_layer(cfg, embedding, y, return_logits)
 
   def _positions(
-    self,
-    length: int,
-    positions_BT: jax.Array | None,
-    decode: bool,
-    prefill_lengths: jax.Array | None,
-  ) -> jax.Array:
+    self, length: int, positions_BT: Array | None, decode: bool, prefill_lengths: Array | None
+  ) -> Array:
     """Returns the `length` positions T, [B or 1, T]; the cache stores the next one for decoding."""
     cfg = self.config
     position_1T = jnp.arange(length, dtype=jnp.int32)[None]

@@ -88,12 +88,8 @@ def get_data_layout(mesh: Mesh, batch_size: int, process: int | None = None) -> 
   shards = sorted({tuple(rows) for rows in rows_of.values()})
   own_rows = rows_of[process]
   first_reader = min(owner for owner, rows in rows_of.items() if rows == own_rows)
-  return DataLayout(
-    batch_size=batch_size,
-    shard_id=shards.index(tuple(own_rows)),
-    num_shards=len(shards),
-    is_first_host_in_replica_set=first_reader == process,
-  )
+  shard_id, is_first = shards.index(tuple(own_rows)), first_reader == process
+  return DataLayout(batch_size, shard_id, len(shards), is_first)
 
 
 @dataclasses.dataclass

@@ -119,10 +119,7 @@ class PipelineSchedule:
 
 
 def choose_schedule(
-  mesh_shape: Mapping[str, int],
-  batch_size: int,
-  num_layers: int,
-  settings: PipelineSettings | None = None,
+  mesh_shape: Mapping[str, int], batch_size: int, num_layers: int, settings: PipelineSettings
 ) -> PipelineSchedule:
   """Returns the schedule of one stack of layers.
 
@@ -130,12 +127,11 @@ def choose_schedule(
     mesh_shape: the size of each mesh axis.
     batch_size: the examples in one pass, on all devices together.
     num_layers: the layers of the stack.
-    settings: the user's; None for the defaults.
+    settings: the user's.
 
   Raises:
     ValueError: the layers or the batch cannot be divided as the settings require.
   """
-  settings = settings or PipelineSettings()
   stages, rounds = mesh_shape.get(PIPELINE_AXIS, 1), settings.rounds
   replicas = math.prod(mesh_shape.get(axis, 1) for axis in BATCH_AXES) // stages
   layers, rest = divmod(num_layers, stages)

@@ -181,10 +181,10 @@ def _can_split(lengths: Mapping[str, int], context: int) -> bool:
 
 def _schedules(work: Workload) -> Iterator[PipelineSettings]:
   """Yields settings with the default number of microbatches, and with more, which shorten the bubble."""
-  settings, stages = work.pipeline or PipelineSettings(), work.mesh.get(PIPELINE_AXIS, 1)
+  stages = work.mesh.get(PIPELINE_AXIS, 1)
   more = (factor * stages for factor in _MICROBATCHES_PER_STAGE if stages > 1)
   for microbatches in (None, *more):
-    yield dataclasses.replace(settings, microbatches=microbatches)
+    yield dataclasses.replace(work.pipeline, microbatches=microbatches)
 
 
 GPU = GPUS["h100"]

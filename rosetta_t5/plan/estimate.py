@@ -26,6 +26,8 @@ _MATMUL_EFFICIENCY = 0.8
 _PAIR_PASSES = 10
 # Of the four sums of activations over `model` in a layer's forward and backward pass, two are repeated.
 _RECOMPUTED_TRAFFIC = 1.5
+# The share of a link's bandwidth that large collectives reach (approximately NCCL's bus bandwidth).
+_LINK_EFFICIENCY = 0.8
 # What devices can send during the backward pass.
 _CAN_OVERLAP = ("gradients", "parameters")
 
@@ -95,7 +97,8 @@ def estimate_step(
     sent = each.wire_bytes(work.mesh)
     if each.why == "activations" and work.policy in KEEP_NOTHING:
       sent *= _RECOMPUTED_TRAFFIC
-    traffic.append(Traffic(each, sent, *seconds_on_links(sent, each.axes, work.mesh, gpu)))
+    seconds, leaves_node = seconds_on_links(sent, each.axes, work.mesh, gpu)
+    traffic.append(Traffic(each, sent, seconds / _LINK_EFFICIENCY, leaves_node))
   seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
   if work.activations is not None:
     seconds *= _relative_time(work, gpu, mfu)
@@ -157,18 +160,10 @@ def _state_bytes_moved(memory: StateMemory, work: Workload) -> float:
   return 2 * (params + optimizer) + params + sums
 
 
-# The share of a link's bandwidth that large collectives reach (approximately NCCL's bus bandwidth).
-_LINK_EFFICIENCY = 0.8
-
-
 def seconds_on_links(
-  wire_bytes: float,
-  axes: Sequence[str],
-  mesh: Mapping[str, int],
-  gpu: Gpu,
-  efficiency: float = _LINK_EFFICIENCY,
+  wire_bytes: float, axes: Sequence[str], mesh: Mapping[str, int], gpu: Gpu
 ) -> tuple[float, bool]:
-  """Returns the seconds that a collective takes, and whether it uses the network between nodes.
+  """Returns the seconds that a collective takes at least, and whether it uses the network between nodes.
 
   Within a node, devices send over NVLink. A ring over several nodes leaves each node as many times as
   the group has members there, through the members' network cards.
@@ -178,12 +173,11 @@ def seconds_on_links(
     axes: the mesh axes whose devices take part.
     mesh: the size of each axis, outermost first; the innermost devices are neighbors.
     gpu: the GPUs, with the bandwidths of their links.
-    efficiency: the share of a link's bandwidth that the collective reaches.
   """
   members = members_per_node(axes, mesh)
   leaves_node = math.prod(mesh[axis] for axis in axes) > members
   rate = min(gpu.nvlink, members * gpu.network) if leaves_node else gpu.nvlink
-  return wire_bytes / (rate * efficiency), leaves_node
+  return wire_bytes / rate, leaves_node
 
 
 def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:

@@ -48,7 +48,7 @@ class Workload:
       policy of the network's config.
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
     kernel: the attention kernel; None for that of the network's config.
-    pipeline: the settings of pipelines; None for the defaults.
+    pipeline: the settings of pipelines.
     activations: what the traced loss keeps; None if it cannot be traced.
   """
 
@@ -63,7 +63,7 @@ class Workload:
   remat_policy: str | None = None
   fp8: bool = False
   kernel: str | None = None
-  pipeline: PipelineSettings | None = None
+  pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
   activations: Activations | None = None
 
   @property
@@ -144,7 +144,7 @@ def workload_of(
     zero1=getattr(partitioner, "zero1", False),
     loss_chunk_length=model.loss_chunk_length,
     fp8=setting_of(model.network_config, "matmul") is not None,
-    pipeline=getattr(partitioner, "pipeline", None),
+    pipeline=partitioner.pipeline,
     activations=activations,
     layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),
   )

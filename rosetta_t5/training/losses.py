@@ -134,9 +134,7 @@ def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormal
 
 
 def get_loss_normalizing_factor_and_weights(
-  loss_normalizing_factor: LossNormalizingFactor | None,
-  batch: Mapping[str, jax.Array],
-  pad_id: int = 0,
+  loss_normalizing_factor: LossNormalizingFactor | None, batch: Mapping[str, Array], pad_id: int = 0
 ) -> tuple[Scalar | None, Num[Array, "batch length"] | None]:
   """Returns the divisor of the loss, and the weight of each target token.
 

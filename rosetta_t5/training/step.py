@@ -75,13 +75,7 @@ def _of_all(grads: PyTree, state: State) -> PyTree:
 
 
 def _step_loss(
-  loss: jax.Array,
-  loss_fn: LossFn,
-  state: State,
-  batch: Batch,
-  rng: jax.Array,
-  num: int | None,
-  pad_id: int,
+  loss: Array, loss_fn: LossFn, state: State, batch: Batch, rng: Array, num: int | None, pad_id: int
 ) -> StepLoss:
   parts = num or 1
 

@@ -283,12 +283,10 @@ class Trainer(BaseTrainer):
       pad_id=self._model.pad_id,
     )
     axes, batch_axes = self._train_state_axes, self._partitioner.data_partition_spec
-    return self._partitioner.partition(
-      step,
-      in_axis_resources=(axes, batch_axes, _REPLICATED),
-      out_axis_resources=(axes, _REPLICATED),
-      donate_argnums=(0,),
-    ).bind_last(jnp.asarray(self._base_rng))
+    partitioned = self._partitioner.partition(
+      step, (axes, batch_axes, _REPLICATED), (axes, _REPLICATED), donate_argnums=(0,)
+    )
+    return partitioned.bind_last(jnp.asarray(self._base_rng))
 
   @functools.cached_property
   def _partitioned_eval_step(self) -> Callable[[TrainState, Batch], Metrics]:

@@ -326,7 +326,9 @@ def test_chunks_move_to_their_stages_in_permutations(stages, rounds):
 
 def test_by_default_there_are_up_to_four_microbatches_per_stage():
   mesh = {"pipeline": 4, "data": 2, "fsdp": 2, "model": 8}
-  chosen = [choose_schedule(mesh, batch, 8).microbatches for batch in (16, 48, 256)]
+  chosen = [
+    choose_schedule(mesh, batch, 8, PipelineSettings()).microbatches for batch in (16, 48, 256)
+  ]
   assert chosen == [4, 12, 16]
 
 

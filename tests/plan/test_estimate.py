@@ -124,9 +124,9 @@ def test_neighboring_devices_share_a_node(axes, mesh, members):
 
 def test_a_group_uses_nvlink_within_a_node_and_all_its_network_cards_between_nodes():
   gpu = GPUS["h100"]
-  assert seconds_on_links(360e9, ("model",), {"data": 2, "model": 8}, gpu) == (1.0, False)
-  assert seconds_on_links(40e9, ("data",), {"data": 2, "model": 8}, gpu) == (1.0, True)
-  assert seconds_on_links(320e9, ("data",), {"data": 64, "model": 1}, gpu) == (1.0, True)
+  assert seconds_on_links(450e9, ("model",), {"data": 2, "model": 8}, gpu) == (1.0, False)
+  assert seconds_on_links(50e9, ("data",), {"data": 2, "model": 8}, gpu) == (1.0, True)
+  assert seconds_on_links(400e9, ("data",), {"data": 64, "model": 1}, gpu) == (1.0, True)
 
 
 def test_a_ring_sends_twice_for_an_all_reduce_and_once_for_an_all_gather():

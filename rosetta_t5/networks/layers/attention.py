@@ -289,14 +289,8 @@ class MultiHeadDotProductAttention(nn.Module):
     dense: Any = DenseParameters
     if not is_fused:
       dense = functools.partial(DenseGeneral, matmul=self.matmul, row_axes=self.row_axes)
-    return dense(
-      features,
-      dtype=self.dtype,
-      kernel_axes=axes,
-      nd_kernel=self.nd_kernel,
-      name=name,
-      **attributes,
-    )
+    attributes |= {"dtype": self.dtype, "nd_kernel": self.nd_kernel}
+    return dense(features, kernel_axes=axes, name=name, **attributes)
 
   def _attend_step(
     self,

@@ -159,13 +159,9 @@ def position_vectors(
       f"{config.max_length}: increase it, or decrease TASK_FEATURE_LENGTHS (inputs and targets are one "
       "sequence)"
     )
-  table_LD = param_with_axes(
-    "position_embedding",
-    nn.initializers.normal(1.0 if config.init_stddev is None else config.init_stddev),
-    (config.max_length, config.emb_dim),
-    jnp.float32,
-    axes=("abspos_buckets", "embed"),
-  )
+  init = nn.initializers.normal(config.init_stddev or 1.0)
+  shape, axes = (config.max_length, config.emb_dim), ("abspos_buckets", "embed")
+  table_LD = param_with_axes("position_embedding", init, shape, jnp.float32, axes=axes)
   # A table that is split by `embed` is gathered first, like the token table (see `Embed`).
   table_LD = constrain(table_LD, ("abspos_buckets", None))
   # Examples that are full while others are still being decoded have positions beyond the table.

@@ -41,10 +41,7 @@ class ExpertMlpBlock(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    inputs: Float[Array, "X Y D"],
-    deterministic: bool = False,
-    real_BT: Bool[Array, "B T"] | None = None,
+    self, inputs: Float[Array, "X Y D"], deterministic: bool, real_BT: Bool[Array, "B T"] | None
   ) -> Float[Array, "X Y D"]:
     """Returns the block's output; 0 for tokens that no expert computes.
 
@@ -168,13 +165,9 @@ class _RouterWeights(nn.Module):
 
   @nn.compact
   def __call__(self, x_GND: jax.Array) -> Any:
-    return DenseGeneral(
-      self.num_experts,
-      kernel_init=nn.initializers.normal(2e-2),
-      kernel_axes=("embed", "unmodeled"),
-      matmul=exact_matmul,
-      name="w",
-    )(x_GND)
+    init, axes = nn.initializers.normal(2e-2), ("embed", "unmodeled")
+    options: Any = {"kernel_init": init, "kernel_axes": axes, "matmul": exact_matmul}
+    return DenseGeneral(self.num_experts, **options, name="w")(x_GND)
 
 
 def _group_shape(rows: int, length: int, group_size: int | None) -> tuple[int, int]:

@@ -12,11 +12,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.linen.partitioning import param_with_axes
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.networks.config import NetworkConfig
-from rosetta_t5.networks.layers.positions import relative_position_bucket
+from rosetta_t5.networks.layers.positions import bias_table, relative_position_bucket
 
 
 def block_ids_of(config: NetworkConfig, visible: Any) -> Int[Array, "B T"] | None:
@@ -83,13 +82,8 @@ class BlockBiases(nn.Module):
   def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B H T G"]:
     """Returns the bias of every query and block."""
     cfg = self.config
-    table_HN = param_with_axes(
-      "rel_embedding",
-      nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
-      (cfg.num_heads, cfg.num_buckets),
-      jnp.float32,
-      axes=("heads", "relpos_buckets"),
-    )
+    init = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
+    table_HN = bias_table(init, cfg.num_heads, cfg.num_buckets)
     assert cfg.global_block_size is not None  # else there are no such biases
     count = ids_BT.shape[1] // cfg.global_block_size
     distance_R = np.arange(-count, count + 1)

@@ -40,13 +40,7 @@ def is_pipelined(module: nn.Module) -> bool:
 
 
 def call_pipeline(
-  module: nn.Module,
-  layer: nn.Module,
-  policy: Any,
-  num_layers: int,
-  scan_name: str,
-  x: jax.Array,
-  inputs: Any,
+  module: nn.Module, layer: Any, policy: Any, repeats: int, name: str, x: jax.Array, inputs: Any
 ) -> jax.Array:
   """Returns the activations after all layers of `module`, like a scan with the same parameters.
 
@@ -54,8 +48,8 @@ def call_pipeline(
     module: the stack.
     layer: what a scan would repeat, without a parent.
     policy: the rematerialization policy, one of `jax.checkpoint_policies`; None saves everything.
-    num_layers: how often it is repeated.
-    scan_name: the name of the stacked parameters.
+    repeats: how often it is repeated.
+    name: the name of the stacked parameters.
     x: the activations before the first layer.
     inputs: the `LayerInputs` of every layer. Arrays with a row for each example travel with their
       microbatch; all layers share the others.
@@ -72,7 +66,7 @@ def call_pipeline(
   shared = [leaf if dim < 0 else None for leaf, dim in zip(leaves, dims, strict=True)]
   keys, num_traces = None, 1
   if module.has_rng("dropout"):
-    keys, num_traces = _layer_keys(scan_name, num_layers)
+    keys, num_traces = _layer_keys(name, repeats)
 
   def apply_layers(layers: Any, rows: jax.Array, microbatch: StageInput, shared: Any) -> jax.Array:
     pairs = zip(microbatch.per_example, shared, strict=True)
@@ -91,10 +85,10 @@ def call_pipeline(
     with without_batch_axes():
       return jax.lax.scan(apply_layer, microbatch.activations, layers)[0]
 
-  params = module.variables["params"][scan_name]
+  params = module.variables["params"][name]
   params = jax.tree.map(lambda p: jnp.moveaxis(p, config.param_scan_axis, 0), params)
   placement = current()
-  schedule = choose_schedule(placement.mesh.shape, batch_size, num_layers, placement.pipeline)
+  schedule = choose_schedule(placement.mesh.shape, batch_size, repeats, placement.pipeline)
   batch_dims = StageInput(x_dim, [dim if dim >= 0 else None for dim in dims])
   pipeline = Pipeline(schedule, apply_layers, batch_size, batch_dims, policy)
   return pipeline(params, keys, StageInput(x, per_example), shared)

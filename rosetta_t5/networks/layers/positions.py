@@ -95,13 +95,7 @@ class RelativePositionBiases(nn.Module):
       raise ValueError(
         "decode-mode cannot be enabled during init. use model.apply to initialize the decoding cache."
       )
-    table_HN = param_with_axes(
-      "rel_embedding",
-      self.embedding_init,
-      (self.num_heads, self.num_buckets),
-      jnp.float32,
-      axes=("heads", "relpos_buckets"),
-    )
+    table_HN = bias_table(self.embedding_init, self.num_heads, self.num_buckets)
     arguments = (table_HN, self.dtype, qlen, klen, bidirectional, self.max_distance)
     if not decode:
       return _bias(*arguments)
@@ -112,6 +106,13 @@ class RelativePositionBiases(nn.Module):
         f"{(1, self.num_heads, qlen, klen)} but instead has the shape {cached.shape}."
       )
     return cached
+
+
+def bias_table(init: Initializer, num_heads: int, num_buckets: int) -> jax.Array:
+  """Returns the table of relative biases, [H, N], a parameter of the calling module."""
+  shape, axes = (num_heads, num_buckets), ("heads", "relpos_buckets")
+  table: jax.Array = param_with_axes("rel_embedding", init, shape, jnp.float32, axes=axes)
+  return table
 
 
 def _bias(

@@ -182,9 +182,7 @@ def wrap_optax_optimizer(
 
 
 def chain(
-  transformations: Sequence[
-    optax.GradientTransformation | Callable[..., optax.GradientTransformation]
-  ],
+  transformations: Sequence[optax.GradientTransformation | Callable[..., Any]],
 ) -> OptaxWrapper:
   """Returns an optimizer that applies optax transformations in order, the first to the gradient.
 
