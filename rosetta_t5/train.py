@@ -201,6 +201,7 @@ def train(
 
   # Loop. The step compiles while the feed draws its first batch.
   loop = TrainLoop(
+    model=model,
     trainer=trainer,
     train_state_axes=initializer.train_state_axes,
     feed=feed,

@@ -17,6 +17,7 @@ from clu import values as clu_values
 from rosetta_t5 import checkpoints, distributed, terminal
 from rosetta_t5.inference.evaluation import LossEvaluation, PredictionEvaluation
 from rosetta_t5.inference.sample_predictions import Sample, SampleLog
+from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.telemetry import console, run_metrics
 from rosetta_t5.telemetry.metrics_manager import as_floats
@@ -77,10 +78,11 @@ class TrainLoop:
   """Trains for ranges of steps, and runs the hooks that are due between them.
 
   Attributes:
+    model: the model; the loop needs its optimizer's limits and the unit of its loss.
     trainer: holds the train state and runs the steps.
     train_state_axes: the train state with a PartitionSpec in place of each array.
     feed: the training batches, without end.
-    evaluation: measures the loss on held-out data; its model has the optimizer's limits and the unit of the loss.
+    evaluation: measures the loss on held-out data.
     predictions: makes predictions on held-out data and computes their metrics.
     concurrent_metrics: whether training continues while metrics of predictions are computed.
     manager: saves checkpoints; None saves none.
@@ -98,6 +100,7 @@ class TrainLoop:
     num_eval_samples: the number of sample predictions of each task at an evaluation.
   """
 
+  model: BaseModel
   trainer: BaseTrainer
   train_state_axes: Any
   feed: Any
@@ -130,7 +133,7 @@ class TrainLoop:
     self._progress = console.Progress(
       self.first_step,
       self.total_steps,
-      loss_per_token=METRIC_PER_TOKEN.get(self.evaluation.model.loss_normalizing_factor, ""),
+      loss_per_token=METRIC_PER_TOKEN.get(self.model.loss_normalizing_factor, ""),
     )
     self._samples = SampleLog(self.num_eval_samples, self.model_dir)
     self._interruption = distributed.InterruptionListener()
@@ -251,7 +254,7 @@ class TrainLoop:
     Raises:
       ValueError: there is no such checkpoint, or it was restored too often.
     """
-    optimizer = self.evaluation.model.optimizer_def
+    optimizer = self.model.optimizer_def
     limit = optimizer.max_skipped_steps
     state = self.trainer.train_state
     skipped = run_metrics.skips_in_a_row(state.param_states) if limit else 0
