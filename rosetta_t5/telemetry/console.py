@@ -178,12 +178,7 @@ def describe_setup(
 
 
 def describe_training(
-  model: Any,
-  params: Any,
-  flops: float | None,
-  steps: tuple[int, int],
-  start: str | None,
-  more: Rows,
+  model: Any, params: Any, flops: float | None, steps: tuple[int, int], base: str | None, more: Rows
 ) -> str:
   """Returns the lines of the header that are printed before the first step.
 
@@ -192,13 +187,13 @@ def describe_training(
     params: the parameters, or their shapes.
     flops: the FLOPs of a training sequence; None if they are unknown.
     steps: the completed steps at the start and at the end of the run.
-    start: the path of the checkpoint; None if the run starts from scratch.
+    base: the path of the checkpoint; None if the run starts from scratch.
     more: further lines: "examples" of the training data, what "computes", and each "note".
   """
   about = f"{type(model).__name__}, {describe_parameters(model, params)}"
   if flops is not None:
     about += f", {terminal.format_number(flops / 1e9)} GFLOP a training sequence"
-  span = f"{steps[0]} to {steps[1]}, from {start or 'scratch'}"
+  span = f"{steps[0]} to {steps[1]}, from {base or 'scratch'}"
   return _format_rows([("model", about), ("steps", span), *more], width=_HEADER_WIDTH)
 
 

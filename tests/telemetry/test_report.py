@@ -28,7 +28,7 @@ def setup(partitioner=None, lengths=None, save_cfg=None):
 
 
 def description(**overrides):
-  arguments = {"flops": 72.35e6, "steps": (0, 20), "start": None, "more": []}
+  arguments = {"flops": 72.35e6, "steps": (0, 20), "base": None, "more": []}
   return console.describe_training(Model(), PARAMS, **arguments | overrides).splitlines()
 
 
@@ -76,9 +76,7 @@ def test_setup_shows_the_mesh_and_the_setting_that_determines_it(settings, line)
 
 
 def test_description_shows_the_restored_checkpoint_and_notes():
-  lines = description(
-    steps=(10, 20), start="/p/checkpoint_10", more=[("note", "schedule not used")]
-  )
+  lines = description(steps=(10, 20), base="/p/checkpoint_10", more=[("note", "schedule not used")])
   assert lines[1:] == [
     "steps     10 to 20, from /p/checkpoint_10",
     "note      schedule not used",
