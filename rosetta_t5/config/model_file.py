@@ -41,14 +41,8 @@ from rosetta_t5.user_errors import ConfigError
 NAME = "model.json"
 _VERSION = 1
 # The arguments of `train` that evaluation and inference need.
-ARGUMENTS = (
-  "model",
-  "partitioner",
-  "train_dataset_cfg",
-  "train_eval_dataset_cfg",
-  "infer_eval_dataset_cfg",
-  "eval_steps",
-)
+_DATA = [f"{use}_dataset_cfg" for use in ("train", "train_eval", "infer_eval")]
+ARGUMENTS = ("model", "partitioner", *_DATA, "eval_steps")
 # The modules that a file may name; a list, because a file may contain what has no hash.
 _MODULES = [module for module in allow_list.IMPORTABLE if not module.startswith("__")]
 _LENGTHS = "task_feature_lengths"

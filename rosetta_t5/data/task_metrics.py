@@ -5,6 +5,7 @@ al. 2016), the last word of a passage (LAMBADA), BLEU and ROUGE. Rates and coeff
 """
 
 import collections
+import inspect
 import math
 import re
 import string
@@ -12,23 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-__all__ = [
-  "accuracy",
-  "bleu",
-  "chrf",
-  "f1_score_with_invalid",
-  "lambada",
-  "macro_f1",
-  "matthews_corrcoef",
-  "next_word",
-  "pearson_corrcoef",
-  "rouge",
-  "sequence_accuracy",
-  "spearman_corrcoef",
-  "squad",
-  "word_perplexity",
-]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -89,7 +73,7 @@ def spearman_corrcoef(targets: Sequence[float], predictions: Sequence[float]) ->
   return {"spearman_corrcoef": _correlation(stats.rankdata(targets), stats.rankdata(predictions))}
 
 
-def normalize_answer(text: str) -> str:
+def _normalize_answer(text: str) -> str:
   """Lowercases a text and removes punctuation, articles and extra spaces, as SQuAD's script does."""
   words = _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
   return " ".join(words)
@@ -112,7 +96,7 @@ def squad(
 
   def mean_of_best(score: Callable[[str, str], float]) -> float:
     best = [
-      max(score(normalize_answer(answer), normalize_answer(prediction)) for answer in answers)
+      max(score(_normalize_answer(answer), _normalize_answer(prediction)) for answer in answers)
       for answers, prediction in zip(references, predictions, strict=True)
     ]
     return 100 * sum(best) / len(best)
@@ -206,7 +190,7 @@ def _bare_word(text: str) -> str:
 
 def _normalized_word(text: str) -> str:
   """Returns the first normalized word, or the first word as it is if normalizing leaves nothing."""
-  words = normalize_answer(text).split() or text.lower().split()
+  words = _normalize_answer(text).split() or text.lower().split()
   return words[0] if words else ""
 
 
@@ -231,3 +215,7 @@ def _check_lengths(targets: Sequence[object], predictions: Sequence[object]) -> 
 def _split_sentences(text: str) -> str:
   """Puts each sentence on a line, as rougeLsum needs. In tokenized data, " . " ends a sentence."""
   return text.replace(" . ", " .\n")
+
+
+# The names that tasks on files may use: those of the functions above that are not private.
+METRICS = [n for n, each in sorted(globals().items()) if inspect.isfunction(each) and n[0] != "_"]

@@ -58,7 +58,7 @@ class Files:
       ValueError: there is no such file, a file has no rows, or a column or template does not fit it.
     """
     for metric in options.metrics or ():
-      check_one_of("--metrics", metric, task_metrics.__all__)
+      check_one_of("--metrics", metric, task_metrics.METRICS)
     columns = {name: getattr(options, name) or name for name in ("inputs", "targets")}
     train, held_out = _split(options.data)
     held_out = [os.path.abspath(name) for name in options.eval or held_out]
@@ -216,5 +216,5 @@ def _measure(name: str) -> Measured:
     parts_of_split = dataset_config.subtasks_with_split(cfg, task)
     counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in parts_of_split) or None)
   metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
-  known = [name for name in metrics if name in task_metrics.__all__]
+  known = [name for name in metrics if name in task_metrics.METRICS]
   return Measured(name, found, counts[0], counts[1], known)

@@ -39,7 +39,7 @@ def file_task(
   text_unit: Annotated[str, one_of(TEXT_UNITS)] = "line",
   quoted: bool | None = None,
   on_bad_example: Annotated[str, one_of(POLICIES)] = "skip",
-  metrics: Sequence[Annotated[str, one_of(known_metrics.__all__)]] = (),
+  metrics: Sequence[Annotated[str, one_of(known_metrics.METRICS)]] = (),
   name: str | None = None,
   denoisers: Sequence[Sequence[Any]] | None = None,
 ) -> str:
@@ -78,7 +78,7 @@ def file_task(
     {key: value for key, value in sorted(locals().items()) if (key, value) != ("denoisers", None)}
   )
   for metric in metrics:
-    check_one_of("each of file_task.metrics", metric, known_metrics.__all__)
+    check_one_of("each of file_task.metrics", metric, known_metrics.METRICS)
   templates = _templates(objective, text, inputs, targets)
   name = name or f"files_{digest}"
   if is_registered(name, digest):
@@ -175,7 +175,7 @@ def task_on_rows(
   options = {name: layout[name] for name in ("columns", "text_unit") if name in layout}
   if "inputs" in given or arguments.get("objective", "seq2seq") == "seq2seq":
     names = [f.__name__ for f in like.metric_fns] if columns else []
-    metrics = [name for name in names if name in known_metrics.__all__] or ["accuracy"]
+    metrics = [name for name in names if name in known_metrics.METRICS] or ["accuracy"]
     columns = {"inputs": "inputs", "targets": "targets", **columns}
     options |= {"objective": "seq2seq", "metrics": metrics, **columns, **given}
   else:
