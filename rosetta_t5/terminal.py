@@ -267,9 +267,7 @@ def _number_type(
 
 
 positive_integer = _number_type(int, lambda number: number > 0, "a positive integer")
-positive_number = _number_type(
-  float, lambda number: 0 < number < math.inf, "a number greater than 0"
-)
+positive_number = _number_type(float, lambda x: 0 < x < math.inf, "a number greater than 0")
 percentage = _number_type(float, lambda number: 0 <= number <= 100, "a number from 0 to 100")
 
 

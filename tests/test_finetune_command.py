@@ -206,7 +206,7 @@ def test_a_method_has_its_adapter_its_rate_and_the_bindings_that_options_name(
   parser = Parser()
   add_arguments(parser)
   for action in parser._actions:
-    if action.dest not in {"help", "dry_run", "trusts_model", *METHODS} - {method}:
+    if action.dest not in {"help", "dry_run", "trust_model", *METHODS} - {method}:
       bindings = re.findall(r"[A-Z_]{5,}|[\w/]+(?:\.\w+)+", action.help.rpartition("(")[2])
       assert bindings, action.dest
       assert all(binding in out for binding in bindings), action.dest

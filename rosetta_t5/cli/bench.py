@@ -102,9 +102,8 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
   switches = {"dtype": args.dtype, "attention_kernel": args.kernel, "remat_policy": args.remat}
   module = Transformer(model_config(args.size, fuse_qkv_params=args.fuse_qkv, **switches))
   optimizer = optimizer or OptaxWrapper(optax.adamw(1e-4, weight_decay=0.01))
-  fp8 = precision.choose_fp8(
-    precision.TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate)
-  )
+  settings = precision.TransformerEngineConfig(enabled=args.fp8, emulate=args.emulate)
+  fp8 = precision.choose_fp8(settings)
   chunk = args.loss_chunk
   model = EncoderDecoderModel(module, None, None, optimizer, z_loss=1e-4, loss_chunk_length=chunk)
   model = precision.with_fp8(model, fp8)
@@ -116,9 +115,7 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
 
   partitioner = PjitPartitioner(num_partitions=1)
   if args.batch % (shards := partitioner.mesh.shape["data"]):
-    raise ValueError(
-      f"--batch must be a multiple of {shards}, the number of devices, got {args.batch}"
-    )
+    raise ValueError(f"--batch must be a multiple of the {shards} devices, got {args.batch}")
   axes = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.PRNGKey(0)))
   state = partitioner.partition(init, None, axes)(jax.random.PRNGKey(0))
   one_step = functools.partial(

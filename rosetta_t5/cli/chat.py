@@ -31,10 +31,8 @@ def chat(options: argparse.Namespace) -> int:
 
   model = open_model_dir(options.model_dir, (), options.trust, options.adapter)
   text_commands.apply_decoding_options(options, model.model)
-  vocabulary, lengths = (
-    model.model.input_vocabulary,
-    text_commands.feature_lengths(model.lengths, options),
-  )
+  vocabulary = model.model.input_vocabulary
+  lengths = text_commands.feature_lengths(model.lengths, options)
   folder = getattr(vocabulary, "folder", None)  # of a tokenizer.json
   has_template = folder and (folder.templates or not sentinel_ids(vocabulary))
   if has_template or "inputs" not in model.lengths:

@@ -68,9 +68,7 @@ def _raise_if_missing(missing: Mapping[str, statements.SourceLine], program: Pro
   lines = [f"{len(missing)} value{'s are' if len(missing) > 1 else ' is'} missing:"]
   for name, source in missing.items():
     lines += [f"  {name}, needed at {source}", f"    {_how_to_set(name)}"]
-    lines += [
-      f"    {macro} is set but never used." for macro in unused if did_you_mean(name, [macro])
-    ]
+    lines += [f"    {each} is set but never used." for each in unused if did_you_mean(name, [each])]
   raise ConfigError("\n".join([*lines, "In a gin file, write the same without --gin."]))
 
 
@@ -89,12 +87,10 @@ def check_arguments(program: Program, function: Callable[..., object]) -> None:
   """Raises ConfigError with every required argument that is missing from a call that gin will make."""
   messages = []
   for reached in reached_from(function):
-    configurable, wrapped = reached.configurable, reached.configurable.wrapped
+    configurable, target = reached.configurable, reached.configurable.wrapped
     is_macro = configurable.module == "gin"  # `check_macros` reports those that are not set
     # A user's decorator may provide some of the arguments.
-    is_decorated = hasattr(wrapped, "__wrapped__") and not wrapped.__module__.startswith(
-      OWN_PACKAGES
-    )
+    is_decorated = hasattr(target, "__wrapped__") and not target.__module__.startswith(OWN_PACKAGES)
     if is_macro or is_decorated or not reached.is_called:
       continue
     known = {*defaults(configurable), *reached.bound}
@@ -153,15 +149,13 @@ def reached_from(
   seen: set[tuple[str, ...]] = set()
   methods = [each for each in gin_internals.registered_configurables() if each.is_method]
 
-  def follow(
-    configurable: Configurable, scopes: Sequence[str], is_called: bool
-  ) -> Iterator[Reached]:
+  def follow(configurable: Configurable, scopes: Sequence[str], called: bool) -> Iterator[Reached]:
     key = (configurable.selector, *scopes)
     if key in seen:
       return
     seen.add(key)
     bound = bound_arguments(configurable, scopes)
-    yield Reached(configurable, scopes, bound, is_called)
+    yield Reached(configurable, scopes, bound, called)
     if arguments is not None and len(seen) == 1:
       bound = {name: value for name, value in bound.items() if name in arguments}
     for reference in gin.config.iterate_references(bound):
@@ -248,9 +242,7 @@ def check_spelling(program: Program) -> None:
   Gin would accept `--gin.TRAIN_STEP=5` as a new macro and `--gin.trian/…` as a new scope, and the run
   would ignore both.
   """
-  values = (
-    value for binding in program.all_bindings() for value in statements.leaves(binding.value)
-  )
+  values = (value for b in program.all_bindings() for value in statements.leaves(b.value))
   scopes = {value.scope for value in values if isinstance(value, Reference)} - {""}
   macros = set(program.macros_used())
   for binding in program.all_bindings():

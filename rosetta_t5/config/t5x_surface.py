@@ -52,9 +52,8 @@ def find_recipe(path: str) -> pathlib.Path | None:
 
 def is_recipe(path: str) -> bool:
   """Returns whether a gin file, as the user named it, is one of the recipes."""
-  return find_recipe(path) is not None or pathlib.Path(path).resolve().is_relative_to(
-    RECIPES.resolve()
-  )
+  is_inside = pathlib.Path(path).resolve().is_relative_to(RECIPES.resolve())
+  return is_inside or find_recipe(path) is not None
 
 
 def open_recipe(path: str) -> TextIO:

@@ -63,9 +63,8 @@ def _examples(batch: Mapping[str, np.ndarray]) -> Iterator[Example]:
 
 def readable(tokens: Sequence[int] | np.ndarray, vocabulary: Any) -> str:
   """Returns tokens as text, with sentinels as ⟨0⟩, ⟨1⟩, … and the end token as ⟨end⟩."""
-  markers = {
-    id_: f"⟨{number}⟩" for number, id_ in enumerate(sentencepiece_models.sentinel_ids(vocabulary))
-  }
+  sentinels = sentencepiece_models.sentinel_ids(vocabulary)
+  markers = {id_: f"⟨{number}⟩" for number, id_ in enumerate(sentinels)}
   markers[vocabulary.eos_id] = "⟨end⟩"
   parts: list[str] = []
   for marker, run in itertools.groupby(map(int, tokens), key=markers.get):

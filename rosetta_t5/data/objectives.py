@@ -75,9 +75,7 @@ def prefix_lm(
     density: mean fraction of the text that becomes the targets. The fraction is drawn uniformly
       between 0 and twice this mean; None cuts at any position.
   """
-  limits = {
-    name: sequence_length[name] - output_features[name].add_eos for name in ("inputs", "targets")
-  }
+  limits = {n: sequence_length[n] - output_features[n].add_eos for n in ("inputs", "targets")}
   text_length, max_targets, mean_share = prefix_lengths(limits, reserved, density)
   dataset = split_tokens(select_random_chunk(dataset), text_length)
   dataset = dataset.filter(lambda example: tf.size(example["targets"]) > 1)
@@ -122,11 +120,8 @@ def denoise_with_mode(
 ) -> Dataset:
   """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
-  arguments, density, mean = (
-    (sequence_length, output_features),
-    denoiser.density,
-    denoiser.mean_length,
-  )
+  arguments = (sequence_length, output_features)
+  density, mean = denoiser.density, denoiser.mean_length
   if mean is None:
     dataset = prefix_lm(dataset, *arguments, len(mode), density)
   else:
@@ -277,7 +272,7 @@ def split_tokens(dataset: Dataset, max_tokens_per_segment: int) -> Dataset:
 
 
 def denoise(
-  dataset: Dataset, output_features: Features, noise_density: float, mean_noise_span_length: float
+  dataset: Dataset, output_features: Features, noise_density: float, mean_span_length: float
 ) -> Dataset:
   """Drops random spans of "targets": the kept tokens become the input, the dropped tokens the target."""
   vocabulary = output_features["targets"].vocabulary
@@ -291,9 +286,7 @@ def denoise(
   def corrupt(example: Mapping[str, Any], seed: Any) -> dict[str, Any]:
     tokens = example["targets"]
     seeds = tf.unstack(tf.random.split(seed, 6))  # T5 splits into six and uses two.
-    mask = random_spans_noise_mask(
-      tf.size(tokens), noise_density, seeds[:2], mean_noise_span_length
-    )
+    mask = random_spans_noise_mask(tf.size(tokens), noise_density, seeds[:2], mean_span_length)
     return {
       **example,
       "inputs": noise_span_to_unique_sentinel(tokens, mask, vocabulary),

@@ -231,9 +231,8 @@ def _evaluated_metrics(run: Run) -> Iterator[tuple[str, str]]:
     groups = [group for group in run.series if group.startswith(parent)]
     for group in sorted(groups, key=lambda group: (_task(group) != task, group)):
       tags = run.series[group]
-      yield from (
-        (group, tag) for tag in (tags if parent == "inference_eval/" else losses) if tag in tags
-      )
+      names = tags if parent == "inference_eval/" else losses
+      yield from ((group, tag) for tag in names if tag in tags)
 
 
 def _total_steps(run: Run) -> float:

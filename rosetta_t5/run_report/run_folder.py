@@ -88,9 +88,7 @@ class Run:
   @property
   def last_step(self) -> int:
     """The last step with metrics of training."""
-    return max(
-      (int(series.steps.max()) for series in self.series.get("train", {}).values()), default=0
-    )
+    return max((int(x.steps.max()) for x in self.series.get("train", {}).values()), default=0)
 
   @property
   def last_time(self) -> float:
@@ -106,9 +104,7 @@ class Run:
     times = np.unique(np.concatenate([*tags, ends]))
     starts = [line["time"] for line in self.log if line.get("event") == "start"] or [times[0]]
     parts = np.split(times, np.searchsorted(times, starts))[1:]
-    return sum(
-      float(part[-1]) - start for part, start in zip(parts, starts, strict=True) if part.size
-    )
+    return sum(float(x[-1]) - start for x, start in zip(parts, starts, strict=True) if x.size)
 
   @property
   def header(self) -> list[tuple[str, str]]:
@@ -168,9 +164,7 @@ def _read_series(folder: pathlib.Path) -> dict[str, dict[str, Series]]:
     read = _read_unless_known(file, status.st_size, status.st_mtime_ns)
     for tag, series in read.items():
       parts[os.fspath(file.parent.relative_to(folder))].setdefault(tag, []).append(series)
-  return {
-    group: {tag: _join(of_tag) for tag, of_tag in by_tag.items()} for group, by_tag in parts.items()
-  }
+  return {group: {tag: _join(x) for tag, x in by_tag.items()} for group, by_tag in parts.items()}
 
 
 @functools.lru_cache(maxsize=256)

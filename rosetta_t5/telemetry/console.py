@@ -64,9 +64,7 @@ class Progress(contextlib.ExitStack):
     self._losses: list[float] = []  # the first one that was shown, and the last one
 
   def __enter__(self) -> "Progress":
-    shown = terminal.progress_bar(
-      "step", self._total_steps, completed=self._first_step, line_period_s=0
-    )
+    shown = terminal.progress_bar("step", self._total_steps, "", self._first_step, line_period_s=0)
     self._bar = self.enter_context(shown)
     return self
 
@@ -266,9 +264,7 @@ def log_event(model_dir: str | os.PathLike[str], event: str, **fields: Any) -> N
       file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
 
-def log_model_info(
-  log_file: str | os.PathLike[str], full_train_state: Any, partitioner: Any
-) -> None:
+def log_model_info(log_file: str, full_train_state: Any, partitioner: Any) -> None:
   """Writes `model_info` to `log_file`, on the first process only."""
   if jax.process_index() != 0:
     return

@@ -193,7 +193,5 @@ def set_step_metrics_num_steps(metrics: Any, num_steps: Scalar) -> Any:
   return _map_metrics(Step, lambda metric: metric.replace_steps(num_steps), metrics)
 
 
-def _map_metrics(kind: type, change: Callable[[Any], Any], metrics: Any) -> Any:
-  return jax.tree.map(
-    lambda m: change(m) if isinstance(m, kind) else m, metrics, is_leaf=is_metric_obj
-  )
+def _map_metrics(kind: type, fn: Callable[[Any], Any], metrics: Any) -> Any:
+  return jax.tree.map(lambda m: fn(m) if isinstance(m, kind) else m, metrics, is_leaf=is_metric_obj)

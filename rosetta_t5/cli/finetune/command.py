@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--patience", type=positive_integer, help=text)
   # The run itself uses what the recipe names, so this is not the option of other commands.
   text = "run whatever code MODEL's config.gin names (docs/security.md)"
-  parser.add_argument("--trust", dest="trusts_model", action="store_true", help=text)
+  parser.add_argument("--trust", dest="trust_model", action="store_true", help=text)
   parser.set_defaults(run=finetune)
 
 

@@ -52,9 +52,7 @@ def make_recipe(
   from rosetta_t5.plan.estimate import expected_devices
   from rosetta_t5.trained_model import read_model_recipe
 
-  run, checkpoint, statements = read_model_recipe(
-    options.model, options.flags, options.trusts_model
-  )
+  run, checkpoint, statements = read_model_recipe(options.model, options.flags, options.trust_model)
   model, devices = run["model"], expected_devices()
   if model.adapter is not None:
     raise ConfigError(
@@ -109,9 +107,7 @@ def _section(name: str, lines: Sequence[Choice | str]) -> list[str]:
   return [f"\n# {name}.", *map(str, lines)]
 
 
-def _model_choices(
-  options: argparse.Namespace, model: Any, checkpoint: str, device: str
-) -> list[Choice]:
+def _model_choices(options: Any, model: Any, checkpoint: str, device: str) -> list[Choice]:
   """Returns where the model and its schedule begin, its precision, and its loss."""
   from rosetta_t5.checkpoints import is_hugging_face
   from rosetta_t5.checkpoints.checkpoint_folders import step_of

@@ -169,10 +169,8 @@ class _Names:
     first = selector.partition(".")[0]
     hint = did_you_mean(first, self._imports)
     if first == selector:
-      known = [c for c in gin_internals.registered_configurables() if c.module != "gin"]
-      hint = hint or did_you_mean(
-        selector, [gin_internals.shortest_name(c.selector) for c in known]
-      )
+      known = (c.selector for c in gin_internals.registered_configurables() if c.module != "gin")
+      hint = hint or did_you_mean(selector, map(gin_internals.shortest_name, known))
     return f"nothing is called {selector!r}.{hint or f' Import it: from … import {first}'}"
 
 

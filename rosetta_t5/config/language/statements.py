@@ -121,10 +121,8 @@ class Program:
 
   def lines_with(self, text: str) -> list[SourceLine]:
     """Returns the line that sets the longest string that a message quotes, or no line."""
-    strings = {
-      v: b.source for v, b in self.values() if isinstance(v, str) and v and repr(v) in text
-    }
-    return [strings[max(strings, key=len)]] if strings else []
+    found = {v: b.source for v, b in self.values() if isinstance(v, str) and v and repr(v) in text}
+    return [found[max(found, key=len)]] if found else []
 
   def macros_used(self) -> dict[str, SourceLine]:
     """Returns the macros that effective bindings use, each with the line of its first use."""

@@ -224,9 +224,8 @@ def _measure(task: Any, cfg: DatasetConfig) -> FirstExamples:
   dataset, features = None, task.output_features
   # Without lengths nothing is cut; preprocessors that cut texts into rows fail without them.
   with contextlib.suppress(Exception):
-    dataset = dataset_config.read_task(
-      dataclasses.replace(cfg, task_feature_lengths=None), task, seed=0
-    )
+    uncut = dataclasses.replace(cfg, task_feature_lengths=None)
+    dataset = dataset_config.read_task(uncut, task, seed=0)
   examples = list(dataset.take(_EXAMPLES).as_numpy_iterator()) if dataset is not None else []
   names = [n for n in cfg.task_feature_lengths or {} if n in features and features[n].rank == 1]
   lengths = {n: np.array([len(x[n]) for x in examples if n in x]) for n in names}

@@ -71,9 +71,8 @@ def get_dataset_inner(
   num_epochs: int | None = None,
 ) -> tf.data.Dataset:
   """Returns the batches of one shard. All processes must pass the same seed."""
-  converter = feature_converter_cls(
-    pack=cfg.pack, use_custom_packing_ops=cfg.use_custom_packing_ops
-  )
+  packing = {"pack": cfg.pack, "use_custom_packing_ops": cfg.use_custom_packing_ops}
+  converter = feature_converter_cls(**packing)
   provider = dataset_config.find_checked_task(cfg, converter)
   if num_epochs is None:
     _check_not_empty(cfg, provider, shard_info)
@@ -123,9 +122,7 @@ def get_training_eval_datasets(
   """
   del model_dir, start_step
   if deterministic:
-    raise ValueError(
-      "get_training_eval_datasets has no support for deterministic=True: leave it False"
-    )
+    raise ValueError("get_training_eval_datasets does not support deterministic=True")
   _check_batch_size(cfg, num_shards)
   if isinstance(prepared := cfg.mixture_or_task_name, PreparedTask):
     return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps)}

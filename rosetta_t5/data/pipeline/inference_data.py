@@ -28,14 +28,12 @@ class InferenceData:
     tasks: the task, or the mixture's tasks that have the split.
   """
 
-  def __init__(
-    self, cfg: DatasetConfig, feature_converter_cls: Any, shard_id: int, num_shards: int
-  ):
+  def __init__(self, cfg: DatasetConfig, converter_cls: Any, shard_id: int, num_shards: int):
     """Checks the arguments; reads no data.
 
     Args:
       cfg: the task or mixture, its split and its feature lengths.
-      feature_converter_cls: called with `pack=False`.
+      converter_cls: the model's feature converter, called with `pack=False`.
       shard_id: the shard of the data to read.
       num_shards: the number of shards; each example is in exactly one.
 
@@ -48,7 +46,7 @@ class InferenceData:
         f"infer.shard_id must be between 0 and {num_shards - 1} (infer.num_shards = {num_shards}), "
         f"got {shard_id}. The flag --shard_id also sets it."
       )
-    self._converter = feature_converter_cls(pack=False)
+    self._converter = converter_cls(pack=False)
     provider = dataset_config.find_checked_task(cfg, self._converter)
     self._cfg = cfg
     self._shard = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
@@ -189,9 +187,8 @@ def get_dataset_from_natural_text_examples(
   Raises:
     ValueError: an example has another form, or a feature is missing or has the wrong type.
   """
-  task = seqio.Task(
-    "examples", _source(examples), preprocessors=preprocessors, output_features=features
-  )
+  how = {"preprocessors": preprocessors, "output_features": features}
+  task = seqio.Task("examples", _source(examples), **how)
   return task.get_dataset(task_feature_lengths, "train", shuffle=False)
 
 

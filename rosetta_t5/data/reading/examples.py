@@ -115,9 +115,8 @@ class BlockReader:
     with self._lock:
       records = self._open.pop((path, block), None)
     if records is None:
-      records = itertools.islice(
-        self.read_records(path, self.options), block * RECORDS_PER_BLOCK, None
-      )
+      records = self.read_records(path, self.options)
+      records = itertools.islice(records, block * RECORDS_PER_BLOCK, None)
     found = list(itertools.islice(records, RECORDS_PER_BLOCK))
     examples = [self._example(path, *record) for record in found]
     bad = [each for each in examples if isinstance(each, BadExample)]

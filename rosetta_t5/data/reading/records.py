@@ -212,9 +212,8 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
     is_stream = file.read(6) != b"ARROW1"
     file.seek(0)
     reader = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file)
-    yield from _batch_rows(
-      reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    )
+    batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+    yield from _batch_rows(batches)
 
 
 def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:

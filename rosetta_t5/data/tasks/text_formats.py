@@ -97,10 +97,8 @@ def last_word(example: Example, sentinel: str = " <extra_id_0>", before_word: st
   text = tf.strings.strip(example["text"])
   word = tf.strings.regex_replace(text, r"(?s)^.*\s", "")
   passage = tf.strings.regex_replace(text, r"\s\S+$", "")
-  return {
-    "inputs": tf.strings.join([passage, sentinel]),
-    "targets": tf.strings.join([before_word, word]),
-  }
+  inputs, targets = tf.strings.join([passage, sentinel]), tf.strings.join([before_word, word])
+  return {"inputs": inputs, "targets": targets}
 
 
 def string_to_float(text: str, default: float = -1.0, **_: Any) -> float:
