@@ -53,9 +53,7 @@ def _embed(options: argparse.Namespace) -> int:
   if not options.output.endswith(_SUFFIXES):
     raise ConfigError(f"--output must end with {' or '.join(_SUFFIXES)}, got {options.output}")
   if options.pooling == "none" and options.output.endswith(".npy"):
-    raise ConfigError(
-      "--pooling none writes a list of vectors per text: --output must end with .parquet"
-    )
+    raise ConfigError("--pooling none writes lists of vectors: --output must end with .parquet")
   if os.path.exists(options.output):
     raise ConfigError(f"--output {options.output} exists: give another name, or remove the file")
   if text_commands.has_conversations(options):

@@ -14,18 +14,15 @@ from rosetta_t5.config.language.statements import Program, read_program
 from rosetta_t5.config.t5x_surface import RUN_MODES
 from rosetta_t5.user_errors import DEBUG_VARIABLE, ConfigError, Problems
 
-# A flag that people expect → the gin binding that sets the same.
+# A gin binding → the flags that people expect to set the same.
 _BINDINGS = {
-  **dict.fromkeys(
-    ("lr", "learning_rate", "base_learning_rate"),
-    "utils.create_learning_rate_scheduler.base_learning_rate",
-  ),
-  **dict.fromkeys(("batch_size", "batch", "global_batch_size"), "BATCH_SIZE"),
-  **dict.fromkeys(("steps", "train_steps", "max_steps", "num_steps"), "TRAIN_STEPS"),
-  **dict.fromkeys(("task", "mixture", "mixture_or_task_name"), "MIXTURE_OR_TASK_NAME"),
-  **dict.fromkeys(("dropout", "dropout_rate"), "DROPOUT_RATE"),
-  **dict.fromkeys(("model_dir", "output_dir"), "MODEL_DIR"),
-  **dict.fromkeys(("seed", "random_seed"), "RANDOM_SEED"),
+  "utils.create_learning_rate_scheduler.base_learning_rate": "lr learning_rate base_learning_rate",
+  "BATCH_SIZE": "batch_size batch global_batch_size",
+  "TRAIN_STEPS": "steps train_steps max_steps num_steps",
+  "MIXTURE_OR_TASK_NAME": "task mixture mixture_or_task_name",
+  "DROPOUT_RATE": "dropout dropout_rate",
+  "MODEL_DIR": "model_dir output_dir",
+  "RANDOM_SEED": "seed random_seed",
 }
 _bool, _integer, _string = flags.DEFINE_bool, flags.DEFINE_integer, flags.DEFINE_string
 _list, _multi = flags.DEFINE_list, flags.DEFINE_multi_string
@@ -56,9 +53,7 @@ class CommandLine:
   run_mode: str | None = _flag(
     flags.DEFINE_enum, None, "What to run.", enum_values=RUN_MODES, only_for="main"
   )
-  dry_run: bool = _flag(
-    _bool, False, "Report all problems and print what would run; use no device."
-  )
+  dry_run: bool = _flag(_bool, False, "Report all problems and what would run; use no device.")
   devices: int | None = _flag(
     _integer, None, "Number of devices of a dry run (default: those of this machine)."
   )
@@ -140,9 +135,8 @@ def split_flags(
 def add_flags(parser: argparse.ArgumentParser, program: str) -> None:
   """Adds the flags to a parser that prints --help or completes words; it does not parse them."""
   group = parser.add_argument_group("flags, as with T5X")
-  group.add_argument(
-    "--gin.NAME=VALUE", action="store_true", help="Sets NAME = VALUE after the gin files."
-  )
+  text = "Sets NAME = VALUE after the gin files."
+  group.add_argument("--gin.NAME=VALUE", action="store_true", help=text)
   for field in _fields_of(program):
     if f"--{field.name}" not in terminal.option_names(parser):
       is_switch = field.metadata["define"] is _bool
@@ -160,8 +154,8 @@ def suggest_binding(option: str, value: str) -> str:
     value: its value; "" if it has none.
   """
   name = option.lstrip("-").replace("-", "_")
-  is_binding = name.isupper() or "." in name
-  binding = name if is_binding else _BINDINGS.get(name.lower())
+  known = (binding for binding, flags in _BINDINGS.items() if name.lower() in flags.split())
+  binding = name if name.isupper() or "." in name else next(known, None)
   if binding is None:
     return ""
   is_text = re.fullmatch(r"[A-Za-z_/~][\w./~:-]*", value) and value not in ("True", "False", "None")

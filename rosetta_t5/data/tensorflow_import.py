@@ -151,12 +151,16 @@ def passthrough_features(converter: Any) -> Set[str]:
 
 
 def replace_loggers(evaluator: Any, replace: Callable[[Any], Callable[..., None]]) -> None:
-  """Replaces each logger of a SeqIO evaluator, which has a getter for them but no setter."""
-  evaluator._loggers = tuple(replace(logger) for logger in getattr(evaluator, "_loggers", ()))
+  """Replaces each logger of a SeqIO evaluator, which has a getter for them but no setter.
+
+  Those that write JSON write UTF-8, where they would write \\u escapes.
+  """
+  loggers = getattr(evaluator, "_loggers", ())
+  for logger in loggers:
+    if encoder := getattr(logger, "_json_encoder_cls", None):
+      logger._json_encoder_cls = functools.partial(_utf8_encoder, encoder)
+  evaluator._loggers = tuple(map(replace, loggers))
 
 
-def write_utf8(logger: Any) -> None:
-  """Makes a SeqIO logger that writes JSON write UTF-8, where it would write \\u escapes."""
-  encoder = getattr(logger, "_json_encoder_cls", None)
-  if encoder is not None:
-    logger._json_encoder_cls = lambda **options: encoder(**{**options, "ensure_ascii": False})
+def _utf8_encoder(encoder: Callable[..., Any], **options: Any) -> Any:
+  return encoder(**{**options, "ensure_ascii": False})

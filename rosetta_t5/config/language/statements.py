@@ -253,19 +253,17 @@ def _read_binding(text: str, context: _IncludeContext) -> list[Import | Binding]
 
 
 def _parse_statements(text: str, name: str, context: _IncludeContext) -> Iterator[Import | Binding]:
-  for statement in _parse(text, name):
-    if isinstance(statement, config_parser.BlockDeclaration):
+  for parsed in _parse(text, name):
+    if isinstance(parsed, config_parser.BlockDeclaration):
       continue  # each line of the block is a binding of its own
-    source = SourceLine(name, statement.location.line_num, statement.location.line_content)
-    if isinstance(statement, config_parser.IncludeStatement):
+    source = SourceLine(name, parsed.location.line_num, parsed.location.line_content)
+    if isinstance(parsed, config_parser.IncludeStatement):
       includes = (source, *context.includes)
-      yield from _read_file(statement.filename, dataclasses.replace(context, includes=includes))
-    elif isinstance(statement, config_parser.ImportStatement):
-      yield Import(statement, source)
+      yield from _read_file(parsed.filename, dataclasses.replace(context, includes=includes))
+    elif isinstance(parsed, config_parser.ImportStatement):
+      yield Import(parsed, source)
     else:
-      yield Binding(
-        statement.scope, statement.selector, statement.arg_name, statement.value, source
-      )
+      yield Binding(parsed.scope, parsed.selector, parsed.arg_name, parsed.value, source)
 
 
 def _parse(text: str, name: str) -> Iterator[Any]:

@@ -100,14 +100,12 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
     return self._transfer({name: np.asarray(batch[name]) for name in self._global_shapes})
 
   def _transfer(self, host_batch: HostBatch) -> tuple[HostBatch, GlobalBatch]:
-    return host_batch, {
-      name: jax.make_array_from_process_local_data(
-        self._sharding,
-        np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype)),
-        self._global_shapes[name],
-      )
-      for name, value in host_batch.items()
-    }
+    batch = {}
+    for name, value in host_batch.items():
+      value = np.asarray(value, jax.dtypes.canonicalize_dtype(value.dtype))
+      place = jax.make_array_from_process_local_data
+      batch[name] = place(self._sharding, value, self._global_shapes[name])
+    return host_batch, batch
 
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:

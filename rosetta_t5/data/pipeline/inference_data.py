@@ -13,7 +13,7 @@ from rosetta_t5 import terminal
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
-from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, write_utf8
+from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
@@ -144,8 +144,7 @@ def make_evaluator(
 
 
 def _without_errors(logger: Callable[..., None]) -> Callable[..., None]:
-  """Returns a logger that writes UTF-8, and logs an error instead of raising it."""
-  write_utf8(logger)
+  """Returns a logger that logs an error instead of raising it."""
 
   def log(*args: Any, **kwargs: Any) -> None:
     with terminal.optional_output("the results of predictions", Exception):

@@ -133,9 +133,7 @@ def _plan(files: Sequence[str], **settings: Any) -> list[ShardJob]:
       remaining = target
     groups[-1].append((path, stat.st_size, stat.st_mtime_ns))
     remaining -= stat.st_size
-  return [
-    ShardJob(number, len(groups), tuple(group), **settings) for number, group in enumerate(groups)
-  ]
+  return [ShardJob(n, len(groups), tuple(group), **settings) for n, group in enumerate(groups)]
 
 
 def _remove_other_shards(folder: pathlib.Path, jobs: Sequence[ShardJob]) -> None:

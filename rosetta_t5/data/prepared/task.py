@@ -127,9 +127,7 @@ class PreparedTask:
     assert density is not None
     room = lengths["inputs"] - len(mode)
     if room < 4:  # two tokens, of which one is dropped, take three
-      raise ValueError(
-        f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short for any text: set longer ones"
-      )
+      raise ValueError(f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short: set longer ones")
     length = objectives.segment_length(room, lengths["targets"], density, mean)
     _, spans = objectives.noise_and_spans(length, density, mean)
     objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)

@@ -137,9 +137,8 @@ class KnownSource:
           splits[split] = (paths, BlockReader(select_texts, options, read_records=files.read))
         return FileSource(splits, files.names)
     patterns = ", ".join(of_split[0] for of_split in files.splits.values())
-    tfds = (
-      f"{spec.tfds.replace(':', '/')}, as TensorFlow Datasets writes it, or " if spec.tfds else ""
-    )
+    path = spec.tfds.replace(":", "/")
+    tfds = f"{path}, as TensorFlow Datasets writes it, or " if path else ""
     raise ValueError(
       f"The data of the task '{self._name}' is not on this machine, and data is never downloaded.\n"
       f"Searched {', '.join(map(str, folders))} for {tfds}{files.folder}/ with {patterns}.\n"

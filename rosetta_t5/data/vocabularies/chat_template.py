@@ -43,9 +43,8 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message] | str:
     given: Message = turn if isinstance(turn, Mapping) else {}
     message = {_KEYS.get(key, key): value for key, value in given.items() if value is not None}
     if not (isinstance(message.get("role"), str) and len(message) > 1):
-      return f"message {number} must have 'role' and 'content', or 'from' and 'value', got {turn}"[
-        :200
-      ]
+      expected = "'role' and 'content', or 'from' and 'value'"
+      return f"message {number} must have {expected}, got {turn}"[:200]
     messages.append({**message, "role": _ROLES.get(message["role"], message["role"])})
   return messages
 

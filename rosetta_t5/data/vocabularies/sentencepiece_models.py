@@ -77,9 +77,8 @@ def load_vocabulary_model(
   tokenizer = reserve_padding(context.tokenizer, file)
   if tokenizer is context.tokenizer:
     return context
-  return dataclasses.replace(
-    context, tokenizer=tokenizer, sp_model=tokenizer.serialized_model_proto()
-  )
+  model = tokenizer.serialized_model_proto()
+  return dataclasses.replace(context, tokenizer=tokenizer, sp_model=model)
 
 
 def reserve_padding(processor: Any, name: str) -> Any:

@@ -83,9 +83,8 @@ def _show(arguments: argparse.Namespace) -> int:
   tokenizer = vocabulary.tokenizer
   ids = tokenizer.encode(arguments.text)
   sentinels = sentencepiece_models.count_extra_pieces(tokenizer)
-  print(
-    f"{arguments.model}: {tokenizer.get_piece_size() - sentinels} pieces and {sentinels} sentinels"
-  )
+  pieces = tokenizer.get_piece_size() - sentinels
+  print(f"{arguments.model}: {pieces} pieces and {sentinels} sentinels")
   print(f"padding 0, end {tokenizer.eos_id()}, unknown {tokenizer.unk_id()}")
   print(*tokenizer.encode(arguments.text, out_type=str))
   print(*ids)
