@@ -256,14 +256,9 @@ class RateMixture:
     """Builds a mixture.
 
     Args:
-      rates: the sources' rates, in any unit.
+      rates: the sources' rates above 0, in any unit.
       seed: determines the order of the sources.
-
-    Raises:
-      ValueError: a rate is not positive.
     """
-    if not rates or min(rates) <= 0:
-      raise ValueError(f"prepared_task.rates must be one rate above 0 for each source, got {rates}")
     self.shares = _integer_shares(rates, _WINDOW)
     self._seed = seed
     self._sources, self._ranks = _sources_and_ranks(self.shares)

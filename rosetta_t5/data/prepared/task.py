@@ -55,11 +55,9 @@ class PreparedTask:
     check_one_of("prepared_task.objective", self.objective, OBJECTIVES)
     if isinstance(self.folders, str):
       object.__setattr__(self, "folders", (self.folders,))
-    if self.rates is not None and len(self.rates) != len(self.folders):
-      raise ValueError(
-        "prepared_task must have one rate for each folder, got "
-        f"{len(self.folders)} folders and {len(self.rates)} rates"
-      )
+    count, rates = len(self.folders), self.rates
+    if rates is not None and (len(rates) != count or min(rates) <= 0):
+      raise ValueError(f"prepared_task.rates must be {count} numbers above 0, got {rates}")
     digests = {read_manifest(f)["vocabulary"]["sha256"]: f for f in self.folders}
     if len(digests) > 1:
       raise ValueError(

@@ -388,7 +388,7 @@ def test_lengths_splits_and_rates_that_do_not_fit_are_refused(folders: list[str]
   long = dataclasses.replace(cfg, task_feature_lengths={"inputs": 50_000, "targets": 20_000})
   with pytest.raises(ValueError, match=r"tokens, fewer than the \d+ of one example"):
     get_dataset(long, 0, 1, None)
-  with pytest.raises(ValueError, match=r"2 folders and 1 rates"):
+  with pytest.raises(ValueError, match=r"rates must be 2 numbers above 0, got \[1\.0\]"):
     prepared_task(folders, rates=[1.0])
   with pytest.raises(
     ValueError, match=r"There is no .*manifest\.json: the folder is not prepared data"
