@@ -26,7 +26,7 @@ from rosetta_t5.data.reading.files import list_files
 HostBatch = dict[str, np.ndarray]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's increment, 2**64 divided by the golden ratio
-_WINDOW = 1000  # number of consecutive examples among which each source has exactly its share
+_WINDOW = 1000  # about so many consecutive examples, among which each source has exactly its share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +246,10 @@ class Segments:
 
 
 class RateMixture:
-  """Draws examples endlessly from several sources; each has its exact share of every 1000 examples.
+  """Draws examples endlessly from several sources; each has its exact share of every 1000 or so examples.
 
   Attributes:
-    shares: each source's number of examples among 1000.
+    shares: each source's number of examples among these, at least 1.
   """
 
   def __init__(self, rates: Sequence[float], seed: int):
@@ -259,8 +259,9 @@ class RateMixture:
       rates: the sources' rates above 0, in any unit.
       seed: determines the order of the sources.
     """
-    self.shares = _integer_shares(rates, _WINDOW)
-    self._seed = seed
+    exact = np.asarray(rates, np.float64) / math.fsum(rates) * _WINDOW
+    self.shares = np.maximum(np.rint(exact).astype(int), 1).tolist()
+    self._window, self._seed = sum(self.shares), seed
     self._sources, self._ranks = _sources_and_ranks(self.shares)
 
   def __len__(self) -> int:
@@ -270,14 +271,14 @@ class RateMixture:
     """Returns the source of example `number`, and the example's index in that source."""
     if len(self.shares) == 1:
       return 0, number
-    window, index = divmod(number, _WINDOW)
-    index = _shuffle(index, _WINDOW, random_keys(self._seed, window, 3))
+    window, index = divmod(number, self._window)
+    index = _shuffle(index, self._window, random_keys(self._seed, window, 3))
     source = int(self._sources[index])
     return source, window * self.shares[source] + int(self._ranks[index])
 
   def examples_before(self, number: int, source: int) -> float:
     """Returns how many of a source's examples precede `number`, to within one window's share."""
-    return number * self.shares[source] / _WINDOW
+    return number * self.shares[source] / self._window
 
 
 def proportional_mixture(counts: Sequence[int], limit: int) -> list[tuple[int, int]]:
@@ -308,17 +309,6 @@ def _shuffle(index: int, count: int, key: np.ndarray) -> int:
   from grain.experimental import index_shuffle
 
   return index_shuffle(index, count - 1, int(key) % (1 << 32), 4)
-
-
-def _integer_shares(rates: Sequence[float], total: int) -> list[int]:
-  """Distributes `total` by the largest-remainder method; every share is at least 1."""
-  exact = np.asarray(rates, np.float64) / math.fsum(rates) * total
-  shares = np.maximum(np.floor(exact).astype(int), 1)
-  missing = max(total - shares.sum(), 0)
-  shares[np.argsort(exact - shares)[::-1][:missing]] += 1
-  while shares.sum() > total:
-    shares[np.argmax(shares)] -= 1
-  return shares.tolist()
 
 
 @np.errstate(over="ignore")
