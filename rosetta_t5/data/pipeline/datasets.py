@@ -122,7 +122,7 @@ def get_training_eval_datasets(
   """
   del model_dir, start_step
   if deterministic:
-    raise ValueError("get_training_eval_datasets does not support deterministic=True")
+    raise ValueError("get_training_eval_datasets cannot use deterministic=True: leave it False")
   _check_batch_size(cfg, num_shards)
   if isinstance(prepared := cfg.mixture_or_task_name, PreparedTask):
     return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps)}
