@@ -174,10 +174,8 @@ def _listed(table: Mapping[str, str]) -> dict[str, Any]:
 @functools.cache
 def _listed_in(module_name: str, names: str) -> dict[str, Any]:
   module = importlib.import_module(module_name)
-  return {
-    name: getattr(module, name)
-    for name in (_transformations_and_schedules(module) if names == "*" else names.split())
-  }
+  listed = _transformations_and_schedules(module) if names == "*" else names.split()
+  return {name: getattr(module, name) for name in listed}
 
 
 def _transformations_and_schedules(optax: Any) -> list[str]:
