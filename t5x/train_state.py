@@ -49,10 +49,8 @@ class FlaxOptimTrainState(struct.PyTreeNode, metaclass=abc.ABCMeta):
     Raises:
       ValueError: the optimizer depends on logical axes and the module has none, or some are missing.
     """
-    if (
-      type(optimizer_def).set_param_axes not in _WORK_WITHOUT_AXES
-      and "params_axes" not in model_variables
-    ):
+    has_axes = "params_axes" in model_variables
+    if not has_axes and type(optimizer_def).set_param_axes not in _WORK_WITHOUT_AXES:
       raise ValueError(
         "The optimizer supports params_axes for model-based partitioning, but the model is not "
         "emitting them."

@@ -161,12 +161,10 @@ def _train_step_of_functions(
   loss_fn: Any,
   learning_rate_fn: Any,
   num_microbatches: int | None = None,
-  microbatches_at_once: int = 1,
   weight_metrics: Any = None,
-  pad_id: int = 0,
+  **_: Any,
 ) -> tuple[Any, Metrics]:
-  # The model has `pad_id`, and T5X's functions compute one microbatch after the other.
-  del pad_id, microbatches_at_once
+  # The others do not concern T5X's functions: the model has `pad_id`, and microbatches are computed one by one.
   return train_with_lr(
     state,
     batch,

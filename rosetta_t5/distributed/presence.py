@@ -240,9 +240,8 @@ class Presence:
     self._send(text)
     user_errors.finish_output()
     if self._index == 0:
-      time.sleep(
-        2 * _GRACE_S
-      )  # The end of process 0 aborts the others, which print the reason before.
+      # The end of process 0 aborts the others, which print the reason before.
+      time.sleep(2 * _GRACE_S)
     os._exit(status)
 
   def _send(self, text: str) -> None:

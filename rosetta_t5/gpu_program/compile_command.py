@@ -271,15 +271,11 @@ def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:
     raise ValueError(
       "the lengths of a batch are unknown without its data: set TASK_FEATURE_LENGTHS"
     )
-  converter = model.FEATURE_CONVERTER_CLS(pack=cfg.pack)
+  given, converter = cfg.task_feature_lengths, model.FEATURE_CONVERTER_CLS(pack=cfg.pack)
   # A converter that passes features through has no lengths of its own.
-  lengths = (
-    converter.get_model_feature_lengths(cfg.task_feature_lengths) or cfg.task_feature_lengths
-  )
-  return {
-    name: jax.ShapeDtypeStruct((cfg.batch_size, length), jnp.int32)
-    for name, length in lengths.items()
-  }
+  lengths = converter.get_model_feature_lengths(given) or given
+  shapes = {name: (cfg.batch_size, length) for name, length in lengths.items()}
+  return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}
 
 
 def _lower_inference(plan: Plan, model: Any, batch: Any, step: str) -> Any:

@@ -130,9 +130,8 @@ def _matmul_flops(instruction: Instruction) -> tuple[float, str]:
     number = math.prod(int(size) for size in logits["dimensions"])
     return _attention_flops(matmuls, number, operands[0])
   if "triton" in target:
-    matmuls = next(
-      (n for name, n in _OUR_MATMULS.items() if name in instruction.text("op_name")), 0
-    )
+    source = instruction.text("op_name")
+    matmuls = next((number for name, number in _OUR_MATMULS.items() if name in source), 0)
     if not matmuls:
       return 0.0, ""
     q, k = operands[0].arrays[0], operands[1].arrays[0]
@@ -177,11 +176,8 @@ def _bytes_moved(instruction: Instruction) -> float:
 def _bytes_of_fusion(fusion: Instruction) -> float:
   (fused,) = fusion.called
   # An update of a parameter happens in place; only the update itself is written.
-  updates = [
-    i
-    for i in fused.values()
-    if i.opcode == "dynamic-update-slice" and i.operands[0].opcode in ("parameter", "bitcast")
-  ]
+  updates = [i for i in fused.values() if i.opcode == "dynamic-update-slice"]
+  updates = [i for i in updates if i.operands[0].opcode in ("parameter", "bitcast")]
   read = sum(_bytes_read(fused, number, op) for number, op in enumerate(fusion.operands))
   written_in_place = sum(update.bytes for update in updates)
   update_bytes = sum(update.operands[1].bytes for update in updates)
@@ -190,9 +186,8 @@ def _bytes_of_fusion(fusion: Instruction) -> float:
 
 def _bytes_read(fused: Computation, number: int, operand: Instruction) -> float:
   """Returns the bytes that a fusion reads of its operand: slices of it, or all."""
-  (parameter,) = (
-    i for i in fused.values() if (i.opcode, i.arguments) == ("parameter", str(number))
-  )
+  parameters = [i for i in fused.values() if i.opcode == "parameter"]
+  parameter = next(i for i in parameters if i.arguments == str(number))
   read = 0.0
   for user, value in _users(fused, parameter):
     if user.opcode in _SLICES and user.operands[0] is value:

@@ -61,11 +61,9 @@ def context_attention(
     parts, own = devices, jax.lax.axis_index(axis)[None]
   segments_BPT = segments.query_BT.reshape(q_BTHK.shape[0], parts, -1)
   position_PT = jnp.arange(devices * length, dtype=jnp.int32).reshape(parts, -1)
-  of_device = Segments(
-    segments_BPT[:, own].reshape(-1, length),
-    segments.key_BS,
-    position_PT[own].reshape(-1) if options.causal or options.window else None,
-  )
+  query_BT = segments_BPT[:, own].reshape(-1, length)
+  position_T = position_PT[own].reshape(-1) if options.causal or options.window else None
+  of_device = Segments(query_BT, segments.key_BS, position_T)
   o_BTHK = _attend(axis, options, q_BTHK, k_BSGK, v_BSGK, bias_1HTS, of_device)
   return _exchange(o_BTHK, axis, back=True) if is_balanced else o_BTHK
 
@@ -82,9 +80,8 @@ def parts_of_devices(devices: int) -> np.ndarray:
   """
   parts = np.arange(2 * devices)
   owner = np.minimum(parts, 2 * devices - 1 - parts)
-  return np.stack(
-    [parts[::2][np.argsort(owner[::2])], parts[1::2][np.argsort(owner[1::2])]], axis=1
-  )
+  halves = [parts[start::2][np.argsort(owner[start::2])] for start in (0, 1)]
+  return np.stack(halves, axis=1)
 
 
 def _exchange(x_BTHK: Array, axis: str, back: bool = False) -> Array:

@@ -195,9 +195,8 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
     grad_BCV = set_logits(grad_BCV, excluded_V, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
     grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
-    return (grad_kernel_DV, grad_z_loss + grad_z_part), jnp.einsum(
-      "bcv,dv->bcd", grad_BCV, kernel_DV
-    )
+    grad_BCD = jnp.einsum("bcv,dv->bcd", grad_BCV, kernel_DV)
+    return (grad_kernel_DV, grad_z_loss + grad_z_part), grad_BCD
 
   # The last chunk is padded with positions that have a denominator of 1 and no gradient.
   parts = [_split(hidden_BTD, chunk)]

@@ -147,8 +147,6 @@ flash_attention.defvjp(forward, backward)
 def _sum_groups(d_BSHK: Array, groups: int) -> Array:
   """Returns [B, S, G, K], the sums over the consecutive heads that share a head of keys."""
   batch, keys, heads, size = d_BSHK.shape
-  if heads == groups:
-    return d_BSHK
   return d_BSHK.reshape(batch, keys, groups, heads // groups, size).sum(axis=3)
 
 
@@ -222,9 +220,8 @@ def visible_tiles(
   """
   lowest_q, highest_q = _segment_bounds(segments.query_BT, block_t)
   lowest_k, highest_k = _segment_bounds(segments.key_BS, block_s)
-  visible = (lowest_q[:, :, None] <= highest_k[:, None]) & (
-    lowest_k[:, None] <= highest_q[:, :, None]
-  )
+  visible = lowest_q[:, :, None] <= highest_k[:, None]
+  visible &= lowest_k[:, None] <= highest_q[:, :, None]
   position_T = segments.query_position_T
   if position_T is None:
     position_T = jnp.arange(visible.shape[1] * block_t)

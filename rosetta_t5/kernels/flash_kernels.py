@@ -103,8 +103,7 @@ def forward_kernel(
 
   def one_tile(s: Array, carry: tuple) -> tuple:
     o, highest, total = carry
-    k, v, bias = _key_tile(x, s, setting)
-    key_segments = _key_segments(x, s, setting)[None]
+    k, v, bias, key_segments = _key_tile(x, s, setting)
     visible = _visible(query_segments, key_segments, positions, t, s, setting)
     logits, _ = _logits(plt.dot(q, k, trans_b=True), bias, visible, setting)
     new_highest = jnp.maximum(highest, jnp.max(logits, axis=1) * _LOG2_E)
@@ -151,8 +150,7 @@ def query_gradient_kernel(
   do, log2_total, delta = (ref[...] for ref in residuals)
 
   def one_tile(s: Array, dq: Array) -> Array:
-    k, v, bias = _key_tile(x, s, setting)
-    key_segments = _key_segments(x, s, setting)[None]
+    k, v, bias, key_segments = _key_tile(x, s, setting)
     visible = _visible(query_segments, key_segments, positions, t, s, setting)
     logits, slope = _logits(plt.dot(q, k, trans_b=True), bias, visible, setting)
     weights = _power(logits, log2_total[:, None], setting)
@@ -202,9 +200,8 @@ def key_gradient_kernel(
   tiles = (query_tiles.first[...], query_tiles.end[...])
   dk, dv = jax.lax.fori_loop(*tiles, one_tile, (zeros, zeros))
   dk_ref[...] = dk.astype(dk_ref.dtype)
-  dv_ref[...] = (dv + _gradient_of_mean_value(residuals, blind_queries, setting)).astype(
-    dv_ref.dtype
-  )
+  dv += _gradient_of_mean_value(residuals, blind_queries, setting)
+  dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
 def _gradient_of_mean_value(
@@ -247,35 +244,26 @@ def bias_gradient_kernel(
   dbias_ref[...] = dbias.astype(dbias_ref.dtype)
 
 
-def _key_tile(x: Inputs, s: Array, setting: Setting) -> tuple[Array, Array, Array | None]:
-  """Returns the keys, the values and the bias of tile `s` of the keys."""
+def _key_tile(x: Inputs, s: Array, setting: Setting) -> tuple[Array, Array, Array | None, Array]:
+  """Returns the keys, the values, the bias and the segments, [1, s], of tile `s` of the keys."""
   at = pl.ds(s * setting.block_s, setting.block_s)
-  return x.k[at], x.v[at], None if x.bias is None else x.bias[:, at]
-
-
-def _key_segments(x: Inputs, s: Array, setting: Setting) -> Array:
-  return x.key_segments[pl.ds(s * setting.block_s, setting.block_s)]
+  return x.k[at], x.v[at], None if x.bias is None else x.bias[:, at], x.key_segments[at][None]
 
 
 def _visible(
-  query_segments: Array,
-  key_segments: Array,
-  positions: Array | None,
-  t: Array,
-  s: Array,
-  setting: Setting,
+  q_segments: Array, k_segments: Array, position: Array | None, t: Array, s: Array, setting: Setting
 ) -> Array:
   """Returns which logits of tile `t` of the queries and `s` of the keys count.
 
   The segments have shapes [t, 1] and [1, s], or [1, t] and [s, 1] for a transposed tile. The queries'
   positions have the shape of their segments.
   """
-  visible, (causal, window, *_) = query_segments == key_segments, setting.options
+  visible, (causal, window, *_) = q_segments == k_segments, setting.options
   if not causal and window is None:
     return visible
-  query_axis = 0 if query_segments.shape[1] == 1 else 1
+  query_axis = 0 if q_segments.shape[1] == 1 else 1
   # Triton needs the shape of an iota, so these are not broadcast implicitly.
-  query = positions
+  query = position
   if query is None:
     query = t * setting.block_t + jax.lax.broadcasted_iota(jnp.int32, visible.shape, query_axis)
   key = s * setting.block_s + jax.lax.broadcasted_iota(jnp.int32, visible.shape, 1 - query_axis)

@@ -14,15 +14,12 @@ from rosetta_t5.kernels.attention import real_queries
 from rosetta_t5.networks import gpu_fusion
 from rosetta_t5.networks.config import NetworkConfig
 from rosetta_t5.networks.layer_kinds import LayerKind
+from rosetta_t5.networks.layers import dense, norms, positions, stack
 from rosetta_t5.networks.layers.attention import MultiHeadDotProductAttention
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
-from rosetta_t5.networks.layers.dense import MlpBlock
 from rosetta_t5.networks.layers.dropout import feature_dropout
 from rosetta_t5.networks.layers.experts import ExpertMlpBlock
 from rosetta_t5.networks.layers.global_blocks import sums_of_blocks, visible_blocks
-from rosetta_t5.networks.layers.norms import make_norm
-from rosetta_t5.networks.layers.positions import RelativePositionBiases
-from rosetta_t5.networks.layers.stack import LayerInputs
 from rosetta_t5.parallel.placement import constrain
 
 
@@ -39,7 +36,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: Float[jax.Array, "X Y D"], inputs: LayerInputs
+    self, x: Float[jax.Array, "X Y D"], inputs: stack.LayerInputs
   ) -> tuple[Float[jax.Array, "X Y D"], None]:
     """Returns (the layer's output, None), as a scan requires.
 
@@ -47,31 +44,31 @@ class Block(nn.Module):
     """
     cfg, kind = self.config, self.kind
     name = "attention" if kind.side == "encoder" else "self_attention"
-    normed = make_norm(cfg, f"pre_{name}_layer_norm")(x)
+    normed = norms.make_norm(cfg, f"pre_{name}_layer_norm")(x)
     y = self._add(x, self._self_attention(name, normed, inputs), name, inputs)
     if kind.crosses:
-      normed = make_norm(cfg, "pre_cross_attention_layer_norm")(y)
+      normed = norms.make_norm(cfg, "pre_cross_attention_layer_norm")(y)
       attention = self._attention("encoder_decoder_attention")
       options: Any = {"deterministic": inputs.deterministic, "rows": inputs.rows}
       attended = attention(normed, inputs.encoded, inputs.cross_visible, **options)
       y = self._add(y, attended, "cross_attention", inputs)
     if not cfg.parallel_blocks:
-      normed = make_norm(cfg, "pre_mlp_layer_norm")(y)
+      normed = norms.make_norm(cfg, "pre_mlp_layer_norm")(y)
     y = self._add(y, self._feed_forward(normed, inputs), "mlp", inputs)
     return constrain(y, (*cfg.row_axes, "embed")), None
 
-  def _add(self, x: jax.Array, y: jax.Array, name: str, inputs: LayerInputs) -> jax.Array:
+  def _add(self, x: jax.Array, y: jax.Array, name: str, inputs: stack.LayerInputs) -> jax.Array:
     """Returns the output `y` of a part of the layer, after a norm and dropout, plus its input `x`."""
     cfg = self.config
     if cfg.post_norms:
-      y = make_norm(cfg, f"post_{name}_layer_norm")(y)
+      y = norms.make_norm(cfg, f"post_{name}_layer_norm")(y)
     # T5X names these dropouts in decoder-only networks; the names determine the keys.
     dropout_name = f"post_{name}_dropout" if "encoder" not in cfg.sides else None
     dropout = feature_dropout(cfg.dropout_rate, cfg.row_axes, dropout_name)
     y = dropout(y, inputs.deterministic, inputs.rows)
     return gpu_fusion.add_residual(self, y, x, cfg.row_axes)
 
-  def _self_attention(self, name: str, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+  def _self_attention(self, name: str, x: jax.Array, inputs: stack.LayerInputs) -> jax.Array:
     cfg, kind, bias = self.config, self.kind, inputs.bias
     if cfg.positions == "relative" and cfg.bias_per_layer:
       bias = relative_bias(self, kind.side, x, inputs)
@@ -91,7 +88,7 @@ class Block(nn.Module):
       **self._extra_keys(x, inputs),
     )
 
-  def _extra_keys(self, x: jax.Array, inputs: LayerInputs) -> dict[str, Any]:
+  def _extra_keys(self, x: jax.Array, inputs: stack.LayerInputs) -> dict[str, Any]:
     """Returns arguments for what self-attention attends to besides tokens: encoded inputs, or sums of blocks."""
     cfg, ids_BT = self.config, inputs.block_ids
     if self.kind.extra_keys == "encoded":
@@ -99,7 +96,7 @@ class Block(nn.Module):
     if ids_BT is None or cfg.global_block_size is None:
       return {}
     sums = sums_of_blocks(x, ids_BT, cfg.global_block_size, cfg.transpose_batch_sequence)
-    normed = make_norm(cfg, "global_input_layer_norm")(sums)
+    normed = norms.make_norm(cfg, "global_input_layer_norm")(sums)
     return {"encoded": normed, "encoded_mask": visible_blocks(ids_BT, cfg.global_block_size)}
 
   def _attention(self, name: str, **attributes: Any) -> MultiHeadDotProductAttention:
@@ -121,7 +118,7 @@ class Block(nn.Module):
       num_kv_heads=cfg.num_kv_heads,
       query_divisor=divisor if cfg.query_scale is None else 1 / cfg.query_scale,
       softcap=cfg.attention_softcap,
-      make_head_norm=functools.partial(make_norm, cfg, axis="kv") if cfg.qk_norm else None,
+      make_head_norm=functools.partial(norms.make_norm, cfg, axis="kv") if cfg.qk_norm else None,
       name=name,
       **self._projection_attributes(),
       **attributes,
@@ -135,7 +132,7 @@ class Block(nn.Module):
       shared["kernel_init"] = nn.initializers.normal(cfg.init_stddev)
     return shared
 
-  def _feed_forward(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+  def _feed_forward(self, x: jax.Array, inputs: stack.LayerInputs) -> jax.Array:
     cfg = self.config
     attributes: dict[str, Any] = {
       "intermediate_dim": cfg.mlp_dim,
@@ -145,7 +142,7 @@ class Block(nn.Module):
       **self._projection_attributes(),
     }
     if not self.kind.has_experts:
-      block = MlpBlock(**attributes, row_axes=cfg.row_axes, name="mlp")
+      block = dense.MlpBlock(**attributes, row_axes=cfg.row_axes, name="mlp")
       return block(x, deterministic=inputs.deterministic, rows=inputs.rows)
     if cfg.expert_dropout_rate is not None:
       attributes["intermediate_dropout_rate"] = cfg.expert_dropout_rate
@@ -157,7 +154,7 @@ class Block(nn.Module):
 
 
 def relative_bias(
-  module: nn.Module, side: str, x: jax.Array, inputs: LayerInputs
+  module: nn.Module, side: str, x: jax.Array, inputs: stack.LayerInputs
 ) -> Float[jax.Array, "1 H T S"]:
   """Returns T5's relative bias; its table is a parameter of the module, a layer or a stack.
 
@@ -173,7 +170,7 @@ def relative_bias(
   length = x.shape[config.row_axes.index("length")]
   if inputs.decode and inputs.cache_length:
     length = inputs.cache_length
-  biases = RelativePositionBiases(
+  biases = positions.RelativePositionBiases(
     num_buckets=config.num_buckets,
     max_distance=config.max_distance,
     num_heads=config.num_heads,

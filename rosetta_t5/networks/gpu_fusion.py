@@ -105,7 +105,7 @@ def _has_flat_rows(module: nn.Module, row_axes: tuple[str, str]) -> bool:
 
 def projection_inputs(
   module: nn.Module, inputs_q: jax.Array, inputs_kv: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   """Returns the inputs of the query, key and value projections.
 
   On a GPU, the sum of their gradients is computed in the matmuls.
@@ -113,10 +113,8 @@ def projection_inputs(
   if not computes_on_gpu(module):
     return inputs_q, inputs_kv, inputs_kv
   if inputs_q is inputs_kv:
-    of_query, of_key, of_value = _share(inputs_kv, 3)
-    return of_query, of_key, of_value
-  of_key, of_value = _share(inputs_kv, 2)
-  return inputs_q, of_key, of_value
+    return _share(inputs_kv, 3)
+  return inputs_q, *_share(inputs_kv, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -125,14 +123,10 @@ def _share(x: jax.Array, number: int) -> tuple[jax.Array, ...]:
   return (x,) * number
 
 
-def _share_forward(x: jax.Array, number: int) -> tuple[tuple[jax.Array, ...], None]:
-  return (x,) * number, None
-
-
 def _share_backward(number: int, _: None, grads: tuple[jax.Array, ...]) -> tuple[jax.Array]:
   del number
   # XLA makes a sum a part of its first operand's matmul, unless that matmul already adds something.
   return (functools.reduce(lambda total, grad: grad + total, reversed(grads)),)
 
 
-_share.defvjp(_share_forward, _share_backward)
+_share.defvjp(lambda x, number: ((x,) * number, None), _share_backward)

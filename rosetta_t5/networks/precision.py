@@ -213,11 +213,8 @@ def describe_computation(
   if not hasattr(config, "dtype"):
     return None
   kernel = measured or kernel_of(config)
-  parts = [
-    jnp.dtype(config.dtype).name,
-    f"fp8 {fp8.text}",
-    f"attention by {kernel.name} ({kernel.reason})",
-  ]
+  parts = [jnp.dtype(config.dtype).name, f"fp8 {fp8.text}"]
+  parts.append(f"attention by {kernel.name} ({kernel.reason})")
   if setting_of(config, "fuse_qkv_params"):
     parts.append("fused qkv")
   if setting_of(config, "transpose_batch_sequence"):

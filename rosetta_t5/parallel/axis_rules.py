@@ -30,14 +30,7 @@ _COMMON_RULES: LogicalAxisRules = (
 )
 
 _REPLICATED_AXES = (
-  "relpos_buckets",
-  "abspos_buckets",
-  "length",
-  "layers",
-  "stack",
-  "mlp_activations",
-  "prompt",
-  "prompt_embed",
+  "relpos_buckets abspos_buckets length layers stack mlp_activations prompt prompt_embed"
 )
 
 # The setting of `PjitPartitioner` that determines the size of a mesh axis, if it is not `mesh`.
@@ -70,11 +63,10 @@ def standard_logical_axis_rules(
       "standard_logical_axis_rules: activation_partitioning_dims and parameter_partitioning_dims must "
       f"be 1 or 2, got {dims[0]} and {dims[1]}"
     )
-  embed_axes = [
-    axis for axis, n in zip((mesh.MODEL_AXIS, mesh.DATA_AXIS), dims, strict=True) if n == 2
-  ]
+  pairs = zip((mesh.MODEL_AXIS, mesh.DATA_AXIS), dims, strict=True)
+  embed_axes = [axis for axis, n in pairs if n == 2]
   embed: LogicalAxisRules = [("embed", axis) for axis in embed_axes] or [("embed", None)]
-  replicated: LogicalAxisRules = [(name, None) for name in _REPLICATED_AXES]
+  replicated: LogicalAxisRules = [(name, None) for name in _REPLICATED_AXES.split()]
   return [*_COMMON_RULES, *embed, *replicated, *(additional_rules or ())]
 
 

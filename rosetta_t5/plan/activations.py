@@ -52,9 +52,8 @@ class Activations:
     self._owner = {id(v): n for n, part in enumerate(segments) for v in part.values}
     # The arrays from the first to the second matmul of attention, which a fused kernel does not store.
     attention = [v for part in segments for v in part.values if is_attention(v)]
-    self._pairs = {
-      id(v) for matmul in attention for x in matmul.operands for v in _path_to_matmul(x)
-    }
+    operands = [x for matmul in attention for x in matmul.operands]
+    self._pairs = {id(v) for x in operands for v in _path_to_matmul(x)}
     self._roots: dict[int, list[Value]] = {}
     self.kept = functools.cache(self._kept)
 
@@ -267,11 +266,9 @@ class Layout:
 def _dims_of_operand(matmul: Value, side: int) -> list[int | None]:
   """Returns, for each dimension of an operand, its index in the result; None if it is contracted."""
   contracted, batch = matmul.params["dimension_numbers"]
-  num_free = [
-    len(x.dims) - len(c) - len(b)
-    for x, c, b in zip(matmul.operands, contracted, batch, strict=True)
-  ]
-  free = iter(range(len(batch[0]) + (num_free[0] if side else 0), len(matmul.dims)))
+  # In the result, the dimensions of the batch come first, then those of the left operand.
+  of_left = len(matmul.operands[0].dims) - len(contracted[0])
+  free = iter(range(of_left if side else len(batch[0]), len(matmul.dims)))
   return [
     batch[side].index(n) if n in batch[side] else None if n in contracted[side] else next(free)
     for n in range(len(matmul.operands[side].dims))

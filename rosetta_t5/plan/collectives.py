@@ -17,14 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rosetta_t5.kernels.context_attention import splits_heads
 from rosetta_t5.networks.other_networks import setting_of
-from rosetta_t5.parallel.mesh import (
-  BATCH_AXES,
-  CONTEXT_AXIS,
-  DATA_AXIS,
-  EXPERT_AXIS,
-  MODEL_AXIS,
-  PIPELINE_AXIS,
-)
+from rosetta_t5.parallel import mesh
 from rosetta_t5.plan.activations import is_attention, stored_view
 from rosetta_t5.plan.workload import Workload
 from rosetta_t5.traced.program import Segment, Value
@@ -57,11 +50,11 @@ class Collective:
   why: str
   terms: int = 1
 
-  def wire_bytes(self, mesh: Mapping[str, int]) -> float:
+  def wire_bytes(self, axis_sizes: Mapping[str, int]) -> float:
     """Returns the bytes that one device sends per step in a ring."""
     if self.kind == PERMUTE:
       return self.size
-    n = math.prod(mesh[axis] for axis in self.axes)
+    n = math.prod(axis_sizes[axis] for axis in self.axes)
     return (2 if self.kind == ALL_REDUCE else 1) * (n - 1) / n * self.size
 
 
@@ -95,7 +88,7 @@ def _activation_collectives(part: Segment, work: Workload) -> Iterator[Collectiv
         yield Collective(ALL_GATHER, summed, whole, "activations")  # its gradient
     elif value.primitive == "sharding_constraint" and _exchanges_experts(value):
       # Tokens, forward; and their gradients, backward.
-      yield Collective(ALL_TO_ALL, work.present((EXPERT_AXIS,)), 2 * size, "activations")
+      yield Collective(ALL_TO_ALL, work.present((mesh.EXPERT_AXIS,)), 2 * size, "activations")
     if value.primitive == "dot_general":
       for side, operand in enumerate(value.operands):
         if operand.is_batched and operand.is_trained:
@@ -181,8 +174,9 @@ def _array_collectives(
   split = set(layout.axes_of(array))
   # The axes that split examples and positions. The parameters of an expert are not gathered, and its device
   # computes the whole gradient.
-  rows = {*BATCH_AXES, *layout.axes_of(readers[0])} - {PIPELINE_AXIS, *({EXPERT_AXIS} & split)}
-  shards = work.present(rows & split & {*BATCH_AXES, CONTEXT_AXIS})
+  excluded = {mesh.PIPELINE_AXIS, *({mesh.EXPERT_AXIS} & split)}
+  rows = {*mesh.BATCH_AXES, *layout.axes_of(readers[0])} - excluded
+  shards = work.present(rows & split & {*mesh.BATCH_AXES, mesh.CONTEXT_AXIS})
   others = work.present(rows - split)
   size = count * work.microbatches * layout.bytes_of(array, work.examples, shards)
   yield Collective(ALL_GATHER, shards, (2 if is_matmul else 1) * size, "parameters")
@@ -192,15 +186,15 @@ def _array_collectives(
     return
   yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
   size, terms = size / work.shards(shards), 1 if shards else terms
-  is_zero1 = work.zero1 and DATA_AXIS in others and "embed" in array.axes
+  is_zero1 = work.zero1 and mesh.DATA_AXIS in others and "embed" in array.axes
   # A matmul adds up examples and positions at once, other operations one after the other.
-  steps = [others] if is_matmul else [tuple({*others} - {CONTEXT_AXIS}), (CONTEXT_AXIS,)]
+  steps = [others] if is_matmul else [tuple({*others} - {mesh.CONTEXT_AXIS}), (mesh.CONTEXT_AXIS,)]
   for axes in steps:
     kind = REDUCE_SCATTER if is_zero1 else ALL_REDUCE
     yield Collective(kind, work.present({*axes} & {*others}), size, "gradients", terms)
   if is_zero1:
     stored = size / work.microbatches * 4 / array.dtype.itemsize
-    yield Collective(ALL_GATHER, (DATA_AXIS,), stored, "parameters")
+    yield Collective(ALL_GATHER, (mesh.DATA_AXIS,), stored, "parameters")
 
 
 def _before_broadcast(value: Value) -> Value:
@@ -213,7 +207,7 @@ def _before_broadcast(value: Value) -> Value:
 def _splits_heads(keys: Value, work: Workload, axes: tuple[str, ...]) -> bool:
   """Returns whether the devices that share a row split its heads in attention (`kernels.context_attention`)."""
   heads = math.prod(size for dim in keys.dims for name, size in dim if name == "heads")
-  return splits_heads(heads // work.shards((MODEL_AXIS,)), work.shards(axes))
+  return splits_heads(heads // work.shards((mesh.MODEL_AXIS,)), work.shards(axes))
 
 
 def _is_causal(work: Workload) -> bool:
@@ -224,7 +218,7 @@ def _is_causal(work: Workload) -> bool:
 
 def _exchanges_experts(value: Value) -> bool:
   """Returns whether an array is split over experts and its operand over examples, or the other way around."""
-  return (EXPERT_AXIS in value.axes) != (EXPERT_AXIS in value.operands[0].axes)
+  return (mesh.EXPERT_AXIS in value.axes) != (mesh.EXPERT_AXIS in value.operands[0].axes)
 
 
 def _stage_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
@@ -241,15 +235,15 @@ def _stage_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
   sent = [x for x in read.values() if id(x) not in own]
   # The buffers of microbatches are complete over `model`.
   rows = work.stage_examples * work.microbatches
-  sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows, (MODEL_AXIS,)) for x in sent]
+  sizes = [(1 + x.is_trained) * layout.bytes_of(x, rows, (mesh.MODEL_AXIS,)) for x in sent]
   # In each tick, a stage sends the microbatch that it has finished, and one that has yet to enter.
-  yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * schedule.ticks * sum(sizes), "microbatches")
-  results = [layout.bytes_of(x, rows, (MODEL_AXIS,)) for x in part.values if x.is_boundary]
+  yield Collective(PERMUTE, (mesh.PIPELINE_AXIS,), 2 * schedule.ticks * sum(sizes), "microbatches")
+  results = [layout.bytes_of(x, rows, (mesh.MODEL_AXIS,)) for x in part.values if x.is_boundary]
   outputs = 2 * schedule.microbatches * sum(results)
-  yield Collective(ALL_TO_ALL, (PIPELINE_AXIS,), outputs, "microbatches")
+  yield Collective(ALL_TO_ALL, (mesh.PIPELINE_AXIS,), outputs, "microbatches")
   # Parameters are gathered before the first microbatch, and their gradients summed after the last, in the
   # type of the train state.
-  batch = work.present(axis for axis in BATCH_AXES if axis != PIPELINE_AXIS)
+  batch = work.present(axis for axis in mesh.BATCH_AXES if axis != mesh.PIPELINE_AXIS)
   arrays = {id(x): x for v in part.values for x in v.operands if x.parameters and v.is_batched}
   whole = sum(layout.bytes_of(x, 0, batch) * 4 / x.dtype.itemsize for x in arrays.values())
   size = part.layers / schedule.stages * work.microbatches * whole
@@ -258,4 +252,4 @@ def _stage_collectives(part: Segment, work: Workload) -> Iterator[Collective]:
   yield Collective(ALL_REDUCE, batch, size, "gradients")
   if schedule.rounds > 1:
     # Chunks of layers go to the stages that compute them, and their gradients come back.
-    yield Collective(PERMUTE, (PIPELINE_AXIS,), 2 * size, "parameters")
+    yield Collective(PERMUTE, (mesh.PIPELINE_AXIS,), 2 * size, "parameters")

@@ -18,10 +18,9 @@ from rosetta_t5.config.saved_config import changes_since
 from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
-from rosetta_t5.plan import workload
+from rosetta_t5.plan import estimate, workload
 from rosetta_t5.plan.activations import Activations
 from rosetta_t5.plan.configurations import GPU, USABLE
-from rosetta_t5.plan.estimate import expected_devices, placement
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
 from rosetta_t5.plan.memory import state_bytes, step_memory
 from rosetta_t5.telemetry.console import count_parameters, describe_parameters
@@ -120,7 +119,7 @@ class Plan:
   @functools.cached_property
   def devices(self) -> tuple[int, str]:
     """The number of devices and their kind, which is "" if the command line states the number."""
-    return (self.resolved.devices, "") if self.resolved.devices else expected_devices()
+    return (self.resolved.devices, "") if self.resolved.devices else estimate.expected_devices()
 
   @functools.cached_property
   def mesh(self) -> dict[str, int]:
@@ -194,7 +193,7 @@ def _mesh_rows(plan: Plan) -> Rows:
     text = f"{heads} heads are not divisible by {shards} (model): each device computes all of them"
     rows.append(("", text))
   if count > GPUS_PER_NODE:
-    rows.append(("", placement(plan.mesh)))
+    rows.append(("", estimate.placement(plan.mesh)))
   if plan.is_training and plan.mesh.get(PIPELINE_AXIS, 1) > 1:
     rows.append(("pipeline", str(plan.work.schedule)))
   return rows
@@ -251,10 +250,9 @@ def _step_rows(plan: Plan) -> Rows:
   if not plan.is_training or plan["total_steps"] is None:
     return []
   total = "{} to {}".format(*plan.steps)
-  periods = [
-    f"{name} every {plan[f'{name}_period']}" for name in ("stats", "eval") if plan[f"{name}_period"]
-  ]
-  return [("steps", ", ".join([total, *periods]))]
+  periods = {name: plan[f"{name}_period"] for name in ("stats", "eval")}
+  hooks = [f"{name} every {period}" for name, period in periods.items() if period]
+  return [("steps", ", ".join([total, *hooks]))]
 
 
 def _memory_rows(plan: Plan) -> Rows:

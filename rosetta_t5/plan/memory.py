@@ -129,9 +129,8 @@ class _Moments:
     work, segments = self.work, self.segments
     # In the bubble a stage computes unused results, and it keeps those too.
     in_layers = self.examples / (1.0 - work.schedule.bubble)
-    kept = [
-      self._kept(n, in_layers if part.count else self.examples) for n, part in enumerate(segments)
-    ]
+    examples = [in_layers if part.count else self.examples for part in segments]
+    kept = [self._kept(number, each) for number, each in enumerate(examples)]
     copies = [self._kernel_copies(n) for n in range(len(segments))]
     buffers = self._pipeline_buffers()
     gathered, gathered_at_end, gathered_layers = self._gathered()
@@ -142,9 +141,8 @@ class _Moments:
     lookups = self.tables if is_scanned or is_one else 0.0
     last = self.layers[-1] if self.layers else len(segments) - 1
     everything = sum(kept) + sum(copies) + buffers
-    yield self._moment(
-      everything - loss, lookups, 2 * loss, gathered + gathered_layers.get(last, 0.0)
-    )
+    complete = gathered + gathered_layers.get(last, 0.0)
+    yield self._moment(everything - loss, lookups, 2 * loss, complete)
     stacked, kept_logits, tables = 0.0, 0.0, gathered
     if is_scanned:
       # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
@@ -160,9 +158,8 @@ class _Moments:
       logits = kept_logits if number == last else 0.0
       if number == last:
         held += sum(kept[number + 1 :]) - loss
-      yield self._moment(
-        held, self.tables + (stacked or later), logits, tables + gathered_layers.get(number, 0.0)
-      )
+      complete = tables + gathered_layers.get(number, 0.0)
+      yield self._moment(held, self.tables + (stacked or later), logits, complete)
     yield self._moment(0.0, sum(self.gradients), 0.0, gathered_at_end)
     if work.policy == "none" and (deferred := self._deferred()):
       yield self._moment(deferred + buffers, sum(self.gradients), loss, gathered_at_end)

@@ -157,22 +157,18 @@ def flops_of_training(model: Any, params: Any, batch: Mapping[str, Any]) -> floa
 
 def flops_of_segments(segments: Sequence[Segment]) -> float:
   """Returns the FLOPs of the segments of a loss, forward and backward; see `flops_of_training`."""
-  return sum(
-    part.layers * value.flops * (1 + sum(operand.is_trained for operand in value.operands))
-    for part in segments
-    for value in part.values
-  )
+
+  def of_value(value: Value) -> float:
+    return value.flops * (1 + sum(operand.is_trained for operand in value.operands))
+
+  return sum(part.layers * of_value(value) for part in segments for value in part.values)
 
 
 def are_trained(params: Any, optimizer_def: Any) -> list[bool]:
   """Returns whether each parameter has a gradient; without an optimizer, all have one."""
   trained = params if optimizer_def is None else optimizer_def.trained(params)
-  names, trained_names = (
-    [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for tree in (params, trained)
-  )
-  known = set(trained_names)
-  return [name in known for name in names]
+  paths = {path for path, _ in jax.tree.leaves_with_path(trained)}
+  return [path in paths for path, _ in jax.tree.leaves_with_path(params)]
 
 
 def read_program(

@@ -139,10 +139,8 @@ def accumulate_gradients(
     grads, loss, metrics, mutables = _gradients(loss_fn, trained, mutables, part, part_rng)
     return (jax.tree.map(jnp.add, total_grads, grads), total_loss + loss, mutables, rng), metrics
 
-  parts = {
-    name: value.reshape(num_microbatches, -1, *value.shape[1:])
-    for name, value in with_divisors(batch, pad_id).items()
-  }
+  whole = with_divisors(batch, pad_id)
+  parts = {n: value.reshape(num_microbatches, -1, *value.shape[1:]) for n, value in whole.items()}
   zeros = jax.tree.map(jnp.zeros_like, trained)
   carry = (zeros, jnp.zeros(()), state.flax_mutables, dropout_rng)
   (grads, loss, mutables, _), stacked = jax.lax.scan(

@@ -199,13 +199,12 @@ class BaseTrainer(contextlib.AbstractContextManager):
   def compile_eval(self, batches: Mapping[str, PyTree]) -> None:
     """Compiles the eval step for each task's batches; equal shapes share one program."""
     by_shape: dict[Any, Callable[..., Any]] = {}
+    step = self._partitioned_eval_step
     for name, batch in batches.items():
       key = tuple((feature, x.shape, str(x.dtype)) for feature, x in sorted(batch.items()))
       with self._timed_compilation(self.eval_metrics_managers[name]):
         if key not in by_shape:
-          by_shape[key] = self._partitioner.compile(
-            self._partitioned_eval_step, self.train_state, batch
-          )
+          by_shape[key] = self._partitioner.compile(step, self.train_state, batch)
       self._compiled_eval_steps[name] = by_shape[key]
 
   @contextlib.contextmanager

@@ -152,11 +152,8 @@ def EncoderDecoder(
   encoder, decoder, embed = encoder_factory(), decoder_factory(), shared_token_embedder_factory()
   layer, decoder_layer = encoder.layer_factory(), decoder.layer_factory()
   attention, mlp = layer.attention, layer.mlp
-  others = (
-    decoder_layer.self_attention,
-    decoder_layer.encoder_decoder_attention,
-    decoder_layer.mlp,
-  )
+  cross_attention = decoder_layer.encoder_decoder_attention
+  others = (decoder_layer.self_attention, cross_attention, decoder_layer.mlp)
   rates = {attention.dropout_rate, mlp.intermediate_dropout_rate, layer.dropout_factory().rate}
   if (attention, attention, mlp) != others or attention.use_bias or mlp.use_bias or len(rates) > 1:
     raise ValueError(

@@ -16,11 +16,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from rosetta_t5.kernels.attention import Operands, Visibility, attend
 from rosetta_t5.kernels.xla_attention import beam_attention, cached_attention
 from rosetta_t5.networks.gpu_fusion import projection_inputs
-from rosetta_t5.networks.layers import decoding_cache
-from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.layers import decoding_cache, matmuls
 from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
 from rosetta_t5.networks.layers.dropout import BatchRows, attention_dropout_scale
-from rosetta_t5.networks.layers.matmuls import Axes, Matmul, flat_row_axes, plain_matmul
 from rosetta_t5.networks.layers.positions import Rope, apply_rotary
 from rosetta_t5.networks.layers.stack import CROSS_ATTENTION
 from rosetta_t5.parallel.placement import constrain
@@ -81,7 +79,7 @@ class MultiHeadDotProductAttention(nn.Module):
   float32_logits: bool = False
   scale_attn_logits: bool = False
   nd_kernel: bool = False
-  matmul: Matmul | None = None
+  matmul: matmuls.Matmul | None = None
   row_axes: tuple[str, str] = ("batch", "length")
   fuse_qkv_params: bool = False
   attention_kernel: str = "xla"
@@ -180,7 +178,7 @@ class MultiHeadDotProductAttention(nn.Module):
   def _mode(self, decode: bool, prefill: bool, merges: bool) -> AttentionMode:
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
       return AttentionMode.CREATE_CACHE
-    if self.has_variable(PRECOMPUTED, "keys") and not merges:
+    if self.has_variable(decoding_cache.PRECOMPUTED, "keys") and not merges:
       return AttentionMode.CROSS_DECODE_STEP
     if decode:
       return AttentionMode.DECODE_STEP
@@ -217,7 +215,7 @@ class MultiHeadDotProductAttention(nn.Module):
     else:
       of_query, of_key, of_value = projection_inputs(self, scaled_q, inputs_kv)
       heads = [query(of_query), key(of_key), value(of_value)]
-    is_precomputed = self.has_variable(PRECOMPUTED, "keys")
+    is_precomputed = self.has_variable(decoding_cache.PRECOMPUTED, "keys")
     if encoded is not None and not is_precomputed:
       pair = [key, value]
       heads += self._project_fused(encoded, pair) if fused else [each(encoded) for each in pair]
@@ -271,11 +269,11 @@ class MultiHeadDotProductAttention(nn.Module):
     # Kernels are stacked along a new dimension. Concatenating kernels that are split over devices
     # would have to move them.
     w_DNJ = jnp.stack([kernel for kernel, _ in parameters], axis=1)
-    axes: Axes = flat_row_axes(self.row_axes)
+    axes: matmuls.Axes = matmuls.flat_row_axes(self.row_axes)
     row_shape = inputs.shape[:-1] if len(axes) > 1 else (-1,)
     x_ND = inputs.astype(self.dtype).reshape(*row_shape, inputs.shape[-1])
     axes += ("embed", None, "heads" if self.nd_kernel else "joined_kv")
-    y = (self.matmul or plain_matmul)(self, x_ND, w_DNJ, axes)
+    y = (self.matmul or matmuls.plain_matmul)(self, x_ND, w_DNJ, axes)
     shape = (*inputs.shape[:-1], -1, self.head_dim)
     heads = [y[..., index, :].reshape(shape) for index in range(len(parameters))]
     if parameters[0][1] is None:
@@ -356,9 +354,8 @@ class MultiHeadDotProductAttention(nn.Module):
         raise ValueError("prefill needs prefill_lengths, or a mask that shows where prompts end")
       mask = mask.mask() if isinstance(mask, Visibility) else mask
       prefill_lengths = jnp.sum(mask[:, 0, 0], axis=-1, dtype=index.value.dtype)
-    prompts = decoding_cache.prompts_to_cache(
-      k_BSHK, v_BSHK, values.value.shape[2], prefill_lengths
-    )
+    length = values.value.shape[2]
+    prompts = decoding_cache.prompts_to_cache(k_BSHK, v_BSHK, length, prefill_lengths)
     keys.value, values.value = prompts
     index.value = prefill_lengths
 

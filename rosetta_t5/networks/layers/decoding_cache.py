@@ -112,10 +112,9 @@ def prompts_to_cache(
   """
   if length < k_BSHK.shape[1]:
     # In the cache of a local layer, each slot has the last position of the prompt that belongs in it.
-    position_BL11 = _positions_in_cache(lengths_B - 1, length)[:, :, None, None]
-    k_BSHK, v_BSHK = (
-      jnp.take_along_axis(x, jnp.maximum(position_BL11, 0), axis=1) for x in (k_BSHK, v_BSHK)
-    )
+    position_BL = jnp.maximum(_positions_in_cache(lengths_B - 1, length), 0)
+    position_BL11 = position_BL[:, :, None, None]
+    k_BSHK, v_BSHK = (jnp.take_along_axis(x, position_BL11, axis=1) for x in (k_BSHK, v_BSHK))
   is_prompt_BL11 = jnp.arange(length)[None, :, None, None] < lengths_B[:, None, None, None]
   padding = ((0, 0), (0, length - k_BSHK.shape[1]), (0, 0), (0, 0))
   k_BLHK, v_BLHK = (jnp.where(is_prompt_BL11, jnp.pad(x, padding), 0) for x in (k_BSHK, v_BSHK))

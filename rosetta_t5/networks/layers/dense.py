@@ -171,10 +171,8 @@ def _multiply_activations(
   names: Sequence[str | Callable[[Array], Array]], *branches_BTF: jax.Array
 ) -> jax.Array:
   """Returns the product of the activations of the branches."""
-  factors = [
-    activation_function(name)(x_BTF) for name, x_BTF in zip(names, branches_BTF, strict=True)
-  ]
-  return functools.reduce(jnp.multiply, factors)
+  pairs = zip(names, branches_BTF, strict=True)
+  return functools.reduce(jnp.multiply, [activation_function(name)(x) for name, x in pairs])
 
 
 class MlpBlock(nn.Module):

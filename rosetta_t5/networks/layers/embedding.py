@@ -128,16 +128,12 @@ def _look_up_sum(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
   return _look_up(table_VD.astype(dtype), ids, dtype)
 
 
-def _look_up_forward(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> tuple[jax.Array, tuple]:
-  return _look_up_sum(table_VD, ids, dtype), (table_VD, ids)
-
-
 def _look_up_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
   table_VD, ids = saved
   return jax.vjp(lambda table_VD: _look_up(table_VD, ids, dtype), table_VD)[1](gradient)[0], None
 
 
-_look_up_sum.defvjp(_look_up_forward, _look_up_backward)
+_look_up_sum.defvjp(lambda *args: (_look_up_sum(*args), args[:2]), _look_up_backward)
 
 
 def position_vectors(

@@ -166,8 +166,10 @@ class _RouterWeights(nn.Module):
   @nn.compact
   def __call__(self, x_GND: jax.Array) -> Any:
     init, axes = nn.initializers.normal(2e-2), ("embed", "unmodeled")
-    options: Any = {"kernel_init": init, "kernel_axes": axes, "matmul": exact_matmul}
-    return DenseGeneral(self.num_experts, **options, name="w")(x_GND)
+    dense = DenseGeneral(
+      self.num_experts, kernel_init=init, kernel_axes=axes, matmul=exact_matmul, name="w"
+    )
+    return dense(x_GND)
 
 
 def _group_shape(rows: int, length: int, group_size: int | None) -> tuple[int, int]:

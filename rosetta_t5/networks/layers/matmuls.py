@@ -98,10 +98,6 @@ def product(x_NI: Float[Array, "*N I"], w_IO: Float[Array, "I ..."]) -> Float[Ar
   return jnp.tensordot(x_NI, w_IO, axes=1)
 
 
-def _product_forward(x_NI: Array, w_IO: Array) -> tuple[Array, tuple[Array, Array]]:
-  return jnp.tensordot(x_NI, w_IO, axes=1), (x_NI, w_IO)
-
-
 def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Array, Array]:
   x_NI, w_IO = operands
   w_OI, x_IN = jnp.moveaxis(w_IO, 0, -1), jnp.moveaxis(x_NI, -1, 0)
@@ -109,7 +105,7 @@ def _product_backward(operands: tuple[Array, Array], dy_NO: Array) -> tuple[Arra
   return dx_NI, jnp.tensordot(x_IN, dy_NO, axes=x_IN.ndim - 1)
 
 
-product.defvjp(_product_forward, _product_backward)
+product.defvjp(lambda x, w: (jnp.tensordot(x, w, axes=1), (x, w)), _product_backward)
 
 
 @jax.custom_vjp
@@ -142,11 +138,9 @@ def _product_with_factors_backward(operands: Any, dy_NO: Array) -> tuple[Array |
     # XLA (jax 0.10) computes a wrong xᵀ·x if both dimensions of the result are split over devices.
     return constrain(mean_II, (None, None))
 
-  return (
-    *_product_backward((x_NI, w_IO), dy_NO),
-    None if no_rows else mean_of_squares(x_NI),
-    None if no_columns else mean_of_squares(dy_NO),
-  )
+  rows_II = None if no_rows else mean_of_squares(x_NI)
+  columns_OO = None if no_columns else mean_of_squares(dy_NO)
+  return *_product_backward((x_NI, w_IO), dy_NO), rows_II, columns_OO
 
 
 product_with_factors.defvjp(_product_with_factors_forward, _product_with_factors_backward)

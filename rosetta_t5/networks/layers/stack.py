@@ -24,14 +24,8 @@ from rosetta_t5.networks.other_networks import setting_of
 CROSS_ATTENTION = "cross_attention"
 
 # The collections of variables that layers may have besides parameters.
-_COLLECTIONS = (
-  "cache",
-  "intermediates",
-  PRECOMPUTED,
-  CROSS_ATTENTION,
-  OVERWRITE_WITH_GRADIENT,
-  KFAC_FACTORS,
-)
+_COLLECTIONS: tuple[str, ...] = ("cache", "intermediates", CROSS_ATTENTION)
+_COLLECTIONS += (PRECOMPUTED, OVERWRITE_WITH_GRADIENT, KFAC_FACTORS)
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.
@@ -171,11 +165,8 @@ def run_stack(
   if period > 1:
     arguments = (config, tuple(kinds[:period]), rematerialized)
   if is_pipelined(module):
-    in_use = [
-      name
-      for name in _COLLECTIONS
-      if module.variables.get(name) or module.is_mutable_collection(name)
-    ]
+    present, mutable = module.variables, module.is_mutable_collection
+    in_use = [name for name in _COLLECTIONS if present.get(name) or mutable(name)]
     if reason := pipeline_obstacle(config, in_use):
       raise ValueError(reason)
     layer = scanned_cls(*arguments, parent=None)
@@ -200,11 +191,8 @@ def run_stack(
 
 def shortest_period(kinds: Sequence[Any]) -> int:
   """Returns the smallest number of layers whose repetition is the stack."""
-  return next(
-    period
-    for period in range(1, len(kinds) + 1)
-    if len(kinds) % period == 0 and all(kind == kinds[n % period] for n, kind in enumerate(kinds))
-  )
+  divisors = (n for n in range(1, len(kinds) + 1) if len(kinds) % n == 0)
+  return next(n for n in divisors if list(kinds) == list(kinds[:n]) * (len(kinds) // n))
 
 
 # Why layers with variables of a collection cannot run as a pipeline, and what to change.

@@ -13,12 +13,7 @@ from flax.traverse_util import Traversal, flatten_dict, unflatten_dict
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.networks.gpu_fusion import global_norm
 from rosetta_t5.training.optimizers import optimizer_def
-from rosetta_t5.training.optimizers.optimizer_def import (
-  Optimizer,
-  OptimizerDef,
-  OptimizerState,
-  replace_part,
-)
+from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
 
@@ -216,7 +211,7 @@ class MultiOptimizer(OptimizerDef):
     evaluated = params
     for index, optimizer in enumerate(self.sub_optimizers):
       part = self._part_of(index, params, param_states)
-      evaluated = replace_part(evaluated, optimizer.params_to_evaluate(*part))
+      evaluated = optimizer_def.replace_part(evaluated, optimizer.params_to_evaluate(*part))
     return evaluated
 
   def update_hyper_params(self, **hyper_param_overrides: Any) -> list[Any]:
@@ -240,9 +235,8 @@ class MultiOptimizer(OptimizerDef):
       whole = Optimizer(sub_optimizer, OptimizerState(None, states), part)
       derived = sub_optimizer.derive_logical_axes(whole, param_logical_axes)
       axes.update(self._stored(index, derived.state.param_states))
-    return optimizer.replace(
-      state=OptimizerState(None, unflatten_dict(axes)), target=param_logical_axes
-    )
+    state = OptimizerState(None, unflatten_dict(axes))
+    return optimizer.replace(state=state, target=param_logical_axes)
 
   def _stored(self, index: int, states: PyTree) -> dict[tuple[str, ...], Any]:
     """Returns the state of an optimizer by its paths in the whole state."""

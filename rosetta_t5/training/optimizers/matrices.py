@@ -63,9 +63,8 @@ class MatrixDims(NamedTuple):
     """
     stack = [names[dim] for dim in self.stack]
     row, column = names[self.rows[0]], names[self.columns[0]]
-    return factors.where_present(
-      PartitionSpec(*stack, row, column), PartitionSpec(*stack, column, row)
-    )
+    of_rows, of_columns = PartitionSpec(*stack, row, column), PartitionSpec(*stack, column, row)
+    return factors.where_present(of_rows, of_columns)
 
 
 class Factors(NamedTuple):
@@ -127,11 +126,9 @@ def zero_factors(params: PyTree, dims: PyTree, max_dim: int) -> PyTree:
   def zeros(param: jax.Array, dim: MatrixDims | None) -> Factors:
     if dim is None:
       return Factors(None, None)
-    stack = [param.shape[i] for i in dim.stack]
-    sizes = dim.sizes(param.shape)
-    return Factors(
-      *(jnp.zeros((*stack, n, n), jnp.float32) if n <= max_dim else None for n in sizes)
-    )
+    stack, sizes = [param.shape[i] for i in dim.stack], dim.sizes(param.shape)
+    sides = [jnp.zeros((*stack, n, n), jnp.float32) if n <= max_dim else None for n in sizes]
+    return Factors(*sides)
 
   return jax.tree.map(zeros, params, dims)
 

@@ -79,9 +79,8 @@ class OptaxStatePartitionRules:
         return dims.factor_axes(value, names) if dims else Factors(None, None)
       return names if params is None or value.shape == param.shape else None
 
-    return jax.tree.map(
-      axes_of, template, optax_params, optimizer_def.axes_like(template, params_axes)
-    )
+    names = optimizer_def.axes_like(template, params_axes)
+    return jax.tree.map(axes_of, template, optax_params, names)
 
 
 class OptaxWrapper(OptimizerDef):

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate, near_hint
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training.optimizers import matrices
-from rosetta_t5.training.optimizers.matrices import MatrixDims
+from rosetta_t5.training.optimizers.matrices import Factors, MatrixDims
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss, axes_like, path_name
 
 PyTree = Any
@@ -204,28 +204,22 @@ def sophia(
   )
 
 
-class HessianState(NamedTuple):
-  """The number of estimates so far, `step`."""
-
-  step: jax.Array
-
-
 def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
   """Returns Hutchinson's estimate of the diagonal of the Hessian, z ⊙ Hz for random signs z.
 
   H·z is the gradient of z·∇L, because optax's own estimate needs derivatives in forward mode, which
-  functions with a `custom_vjp` do not have.
+  functions with a `custom_vjp` do not have. The state is the number of estimates so far.
   """
 
-  def init(params: PyTree) -> HessianState:
+  def init(params: PyTree) -> jax.Array:
     del params
-    return HessianState(jnp.zeros((), jnp.int32))
+    return jnp.zeros((), jnp.int32)
 
   def update(
-    grads: PyTree, state: HessianState, params: PyTree = None, *, loss: StepLoss, **_: Any
-  ) -> tuple[PyTree, HessianState]:
+    grads: PyTree, step: jax.Array, params: PyTree = None, *, loss: StepLoss, **_: Any
+  ) -> tuple[PyTree, jax.Array]:
     # The numbers of this generator do not depend on the devices or on `jax_default_prng_impl`.
-    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), state.step)
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     signs = optax.tree.random_like(key, params, jax.random.rademacher, dtype=jnp.float32)
 
     def directional_derivative(at: PyTree) -> jax.Array:
@@ -234,7 +228,7 @@ def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
     product = jax.grad(directional_derivative)(params)
     # The loss is a sum over microbatches.
     diagonal = jax.tree.map(lambda h, z: loss.num_microbatches * h * z, product, signs)
-    return diagonal, HessianState(state.step + 1)
+    return diagonal, step + 1
 
   return optax.GradientTransformationExtraArgs(init, update)
 
@@ -332,13 +326,9 @@ def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequenc
 def _by_layer(factors: PyTree) -> dict[str, Any]:
   """Returns the factors as a variable collection: those of `…/NAME/kernel` in the module `…/NAME`."""
   flat = flatten_dict(unfreeze(factors))
-  variables = {
-    (*path[:-1], side): value
-    for path, sides in flat.items()
-    for side, value in sides._asdict().items()
-    if value is not None
-  }
-  return unflatten_dict(variables)
+  pairs = [(path, side) for path in flat for side in Factors._fields]
+  variables = {(*path[:-1], side): getattr(flat[path], side) for path, side in pairs}
+  return unflatten_dict({path: value for path, value in variables.items() if value is not None})
 
 
 def _damped_inverse(factor: jax.Array, damping: float) -> jax.Array:
