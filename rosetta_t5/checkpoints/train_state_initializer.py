@@ -227,7 +227,5 @@ def get_fallback_state(
   if restore_cfg is None or not restore_cfg.fallback_to_scratch:
     return None
   if init_rng is None:
-    raise ValueError(
-      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key: give fallback_init_rng"
-    )
+    raise ValueError("fallback_to_scratch = True needs a random key: give fallback_init_rng")
   return init_fn(init_rng).state_dict()

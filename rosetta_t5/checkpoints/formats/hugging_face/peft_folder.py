@@ -174,7 +174,7 @@ def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Ar
   expected = (parts * length, width)
   if found != expected:
     raise ValueError(
-      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}: it belongs to another base"
+      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}"
     )
   vectors = as_stored_array(tensors[PROMPT][:length] * prompt_scale(arrays, width))
   adapter = adapters.PromptTuning(length=length)
