@@ -173,9 +173,7 @@ def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Ar
   length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros(0)).shape
   expected = (parts * length, width)
   if found != expected:
-    raise ValueError(
-      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}"
-    )
+    raise ValueError(f"{PROMPT} must have the shape {expected} here, got {found or 'none'}")
   vectors = as_stored_array(tensors[PROMPT][:length] * prompt_scale(arrays, width))
   adapter = adapters.PromptTuning(length=length)
   return adapter, {f"target/{side}/prompt/prompt/prompt": vectors}
@@ -268,10 +266,7 @@ def _check_shapes(
 ) -> None:
   found = {kind: tensor.shape for kind, tensor in group.items()}
   if found != expected:
-    raise ValueError(
-      f"the tensors of {name} must have the shapes {dict(expected)} for this base, got {found}: the adapter "
-      "belongs to another base, or the file is incomplete"
-    )
+    raise ValueError(f"{name} must have tensors of {dict(expected)} in this base, got {found}")
 
 
 def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
