@@ -67,10 +67,8 @@ def check_state_fits(initializer: Any, partitioner: Any) -> None:
   state, specs = initializer.global_train_state_shape, initializer.train_state_axes
   needed = sum(state_bytes(state, specs, partitioner.mesh.shape).values())
   if needed > memory:
-    problem = (
-      f"the train state needs {size_text(needed)} on each device, which has {size_text(memory)}"
-    )
-    raise OutOfMemoryError(_message(problem, INITIALIZATION))
+    sizes = f"{size_text(needed)} on each device, which has {size_text(memory)}"
+    raise OutOfMemoryError(_message(f"the train state needs {sizes}", INITIALIZATION))
 
 
 def _message(problem: str, settings: Sequence[str]) -> str:

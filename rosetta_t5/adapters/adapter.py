@@ -101,9 +101,8 @@ class Adapter:
     """
     params, changed = flat(variables["params"]), dict(variables)
     names = partitioning.get_axis_names(variables["params_axes"])
-    axes = {
-      name: tuple(each or ()) for name, each in optimizer_def.axes_by_path(unfreeze(names)).items()
-    }
+    by_path = optimizer_def.axes_by_path(unfreeze(names))
+    axes = {name: tuple(each or ()) for name, each in by_path.items()}
     added_axes = self.added_axes(params, axes)
     params |= self.added_values(params)
     if not is_part:

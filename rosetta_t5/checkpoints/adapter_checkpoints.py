@@ -120,9 +120,7 @@ def merge(arrays: Arrays, fact: Mapping[str, Any]) -> dict[str, StoredArray]:
       own = {end: arrays[f"{module}/{end}"] for end in _OWN if f"{module}/{end}" in arrays}
       for end in own:
         merged[f"{module}/{end}"] = _merged_array(adapter, module, end, {**own, **added})
-  return {
-    name: array for name, array in merged.items() if not name.startswith("state/param_states")
-  }
+  return {n: x for n, x in merged.items() if not n.startswith("state/param_states")}
 
 
 def is_merged(expected: Mapping[str, Any], fact: Mapping[str, Any]) -> bool:

@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   show.set_defaults(run=lambda options: show_arrays(options.path, options.state))
   diff = verbs.add_parser("diff", help="the differences between two checkpoints")
   diff.set_defaults(run=lambda options: show_difference(options.path, options.other))
-  verify = verbs.add_parser(
-    "verify", help="read everything, and compare the files with checksums.json"
-  )
+  verify = verbs.add_parser("verify", help="read everything and compare it with checksums.json")
   verify.add_argument("--write", action="store_true", help="write checksums.json if there is none")
   verify.set_defaults(run=lambda options: verify_arrays(options.path, options.write))
   for verb in (ls, show, diff, verify):

@@ -151,9 +151,7 @@ def find_matching_arrays(
     for transform in transformations:
       state = transform(state, expected)
     found = state_dicts.flatten_arrays(state)
-  converted = convert_tree(
-    {name: lazy_arrays.as_stored_array(x) for name, x in found.items()}, wanted
-  )
+  converted = convert_tree({n: lazy_arrays.as_stored_array(x) for n, x in found.items()}, wanted)
   converted = adapter_checkpoints.quantize(converted, wanted)
   # As in T5X, values that the user's transformations do not use are ignored.
   changes_names = any(fn is not state_dicts.resize_vocabulary for fn in transformations)

@@ -75,9 +75,7 @@ class SampleLog:
       self._write(step, samples)
 
   def _write(self, step: int, samples: Sequence[Sample]) -> None:
-    rows = [
-      json.dumps({"step": step, **sample._asdict()}, ensure_ascii=False) for sample in samples
-    ]
+    rows = [json.dumps({"step": step, **x._asdict()}, ensure_ascii=False) for x in samples]
     # A token of a byte vocabulary may be half a character, which JSON can only write as an escape.
     with terminal.optional_output(FILE), self._file.open("ab") as file:
       file.write("\n".join([*rows, ""]).encode("utf-8", errors="backslashreplace"))

@@ -71,9 +71,8 @@ def from_transformers(weights: Arrays, table: Table, family: str) -> dict[str, S
   Raises:
     ValueError: a weight is not in the table, or a required one is missing.
   """
-  found = find_rows(
-    weights, {row.theirs: row for row in table}, f"weights that {family} does not have"
-  )
+  rows = {row.theirs: row for row in table}
+  found = find_rows(weights, rows, f"weights that {family} does not have")
   required: set[str] = set()
   for row in filter(lambda row: row.is_required, table):
     prefix, number, _ = row.theirs.partition("{n}")

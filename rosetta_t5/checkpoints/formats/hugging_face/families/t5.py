@@ -37,9 +37,7 @@ _SIZES = {
   "relative_attention_num_buckets": "num_buckets",
 }
 # Mesh TensorFlow's T5 1.0 had such a bias, which Transformers ignores.
-IGNORED = re.compile(
-  r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
-)
+IGNORED = re.compile(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\..*")
 _SHARED, _HEAD = "shared.weight", "lm_head.weight"
 _OWN_TABLES = {side: f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")}
 _ATTENTIONS = {
