@@ -75,7 +75,6 @@ def evaluate(
     ValueError: the arguments do not fit together; nothing has been written.
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
-  del use_orbax
   check_output_dir("evaluate.output_dir", output_dir)
 
   # Data, and the shapes of the state.

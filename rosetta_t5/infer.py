@@ -87,7 +87,6 @@ def infer(
       its chunks.
     OutOfMemoryError: a device has run out of memory; the text suggests what to change.
   """
-  del checkpoint_ds_iter, use_orbax
   check_one_of("infer.mode", mode, result_files.MODES)
   output_dir = re.sub(r"(?<!gs:)/{2,}", "/", output_dir)
   result_files.check_output_dir("infer.output_dir", output_dir)

@@ -1,5 +1,6 @@
 """Trains, predicts, scores and evaluates on examples that a user types in a notebook."""
 
+import contextlib
 import copy
 import inspect
 import os
@@ -179,10 +180,8 @@ class InteractiveModel:
     feed = data.prepare_train_iter(
       [next(iterator)], self.partitioner, None, self._layout, num_token_ids=limit
     )
-    try:
+    with contextlib.closing(feed):
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)
-    finally:
-      feed.close()
 
   def save_checkpoint(self) -> None:
     """Saves `output_dir/checkpoint_STEP`; the last five checkpoints are kept."""

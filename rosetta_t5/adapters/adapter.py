@@ -145,7 +145,6 @@ class Adapter:
 
   def added_values(self, params: Flat) -> Flat:
     """Returns the initial values of the parameters that are added to `params`, by name."""
-    del params
     return {}
 
   def attached(self, params: PyTree, as_arrays: bool = False) -> PyTree:

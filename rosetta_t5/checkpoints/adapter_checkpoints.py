@@ -199,7 +199,6 @@ def add_changes(
   Raises:
     ValueError: an adapter was trained on another base, or is no change of arrays.
   """
-  del expected
   flat = {n: lazy_arrays.as_stored_array(x) for n, x in state_dicts.flatten_arrays(state).items()}
   base = to_plain_tree(flat)
   changed = dict(base)

@@ -163,10 +163,8 @@ def _checkpoints_at(path: str, mode: str) -> list[str]:
   if mode == "specific":
     return [local_folder(path)]  # It may be the name of a model on Hugging Face's hub.
   # These layouts have no folders of steps.
-  if checkpoint_folders.find_checkpoint_type(path) in (
-    CheckpointTypes.HUGGING_FACE,
-    CheckpointTypes.T5X_TF,
-  ):
+  layout = checkpoint_folders.find_checkpoint_type(path)
+  if layout in (CheckpointTypes.HUGGING_FACE, CheckpointTypes.T5X_TF):
     return [path]
   steps = checkpoint_folders.all_steps(path)
   chosen = steps[-1:] if mode == "latest" else steps

@@ -261,7 +261,6 @@ class OrbaxCheckpointManagerInterface:
       UnreadableCheckpointError: the checkpoint is damaged.
       ValueError: there is no such checkpoint.
     """
-    del lazy_parameters
     folder = epath.Path(path or checkpoint_folders.select_checkpoint(self.directory, step))
     self.restored_from, self.restore_changes = os.fspath(folder), state_transformation_fns
     if self.user_restore is not None:

@@ -276,7 +276,6 @@ def create_checkpoint_manager_and_restore(
     CheckpointMismatchError: the checkpoint belongs to another model.
     UnreadableCheckpointError: the checkpoint is damaged.
   """
-  del use_orbax
   if save_checkpoint_cfg is None and restore_path is None:
     return None, None
   manager = config.create_orbax_checkpoint_manager(

@@ -257,7 +257,6 @@ class Retention:
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
     """Returns whether each checkpoint is kept; they have an attribute `step`, in ascending order."""
-    del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     deleted = self.steps_to_delete(steps)
     return [step not in deleted for step in steps]

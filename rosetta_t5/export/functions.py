@@ -80,7 +80,6 @@ def create_inference_function(
   Raises:
     ValueError: the mode does not exist, or enable_xla is False.
   """
-  del partitioner, train_state_initializer, native_lowering, output_len
   if not enable_xla:
     raise ValueError("export_lib.save.enable_xla = False is not possible with this jax: remove it")
   mode: Any = _MODES.get(inference_mode, inference_mode)
@@ -263,7 +262,6 @@ def create_preprocessor_from_task(
   Raises:
     ValueError: the batch size is None, or tokenized_inputs is set.
   """
-  del output_features
   if tokenized_inputs or batch_size is None:
     raise ValueError("create_preprocessor_from_task needs BATCH_SIZE and tokenized_inputs = False")
   task = seqio.TaskRegistry.get(task_name)

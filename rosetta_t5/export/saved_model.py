@@ -88,7 +88,6 @@ def save(
   Raises:
     ValueError: the arguments do not fit together, or the exported model differs from the original.
   """
-  del trailing_shapes
   folder = _select_folder(output_dir)
   features = _select_features(output_features, mixture_or_task_name)
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
@@ -232,7 +231,6 @@ def ExportableModule(
   Raises:
     ValueError: use_batch_function is set without a batch size.
   """
-  del use_gpu
   sizes = list(allowed_batch_sizes or ([batch_size] if batch_size else []))
   if use_batch_function and not sizes:
     raise ValueError("ExportableModule.use_batch_function needs BATCH_SIZE or allowed_batch_sizes")

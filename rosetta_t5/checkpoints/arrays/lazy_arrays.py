@@ -59,7 +59,6 @@ class LazyArray:
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
     """Lets numpy functions take a lazy array, for example in users' state transformations."""
-    del copy
     return np.asarray(self.get(), dtype)
 
 

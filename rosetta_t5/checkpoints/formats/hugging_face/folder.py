@@ -135,7 +135,7 @@ def read_config(file: epath.PathLike) -> dict[str, Any]:
     config[name_tables.PADDING_IS_TOKEN_0] = True
   for key, value in {"quantization_config": None, **family.FIXED}.items():
     if config.get(key, value) != value:
-      raise ValueError(f"{file}: {key} must be {value} for {name}, got {config[key]!r}")
+      raise ValueError(f"{file}: {name}: {key} must be {value}, got {config[key]!r}")
   return config
 
 

@@ -42,10 +42,7 @@ _SHARED, _HEAD = "shared.weight", "lm_head.weight"
 _OWN_TABLES = {side: f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")}
 _ATTENTIONS = {
   "encoder": {"0.{attention}": "attention"},
-  "decoder": {
-    "0.{attention}": "self_attention",
-    "1.EncDecAttention": "encoder_decoder_attention",
-  },
+  "decoder": {"0.{attention}": "self_attention", "1.EncDecAttention": "encoder_decoder_attention"},
 }
 _MT5_VOCABULARY = 250112
 _EXPERT_CAPACITY = 64  # the default of Transformers
