@@ -20,16 +20,11 @@ from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 Targets = Sequence[str] | str
 
 ALL_LINEAR = "all-linear"
+_MATRICES = {"q": "query", "k": "key", "v": "value", "o": "out"}
 # Transformers' names of parts of a network, and this project's.
 _OUR_NAMES = {
-  "q": "query",
-  "k": "key",
-  "v": "value",
-  "o": "out",
-  "q_proj": "query",
-  "k_proj": "key",
-  "v_proj": "value",
-  "o_proj": "out",
+  **_MATRICES,
+  **{f"{letter}_proj": name for letter, name in _MATRICES.items()},
   "gate_proj": "wi_0",
   "up_proj": "wi_1",
   "down_proj": "wo",

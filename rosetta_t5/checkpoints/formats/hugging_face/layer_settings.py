@@ -117,10 +117,6 @@ _MATRICES = {
 }
 # Fields that may differ where a network computes the same; `_query_factor` has what the last two mean.
 _EQUIVALENT = ("num_kv_heads", "layer_pattern", "scale_queries", "query_scale")
-_HEAD_NORMS = {
-  "self_attn.q_norm": "{attention}/query_norm",
-  "self_attn.k_norm": "{attention}/key_norm",
-}
 
 
 def check_entries(config: Config) -> None:
@@ -150,7 +146,7 @@ def layer_table(
       for name, value in matrices.items()
       if name.startswith("self_attn")
     }
-  head_norms = {name: value.format(attention=attention) for name, value in _HEAD_NORMS.items()}
+  head_norms = {f"self_attn.{x[0]}_norm": f"{attention}/{x}_norm" for x in ("query", "key")}
   table = [WeightMapping(f"{theirs}.norm.weight", (f"target/{side}/{side}_norm/scale",))]
   for name, value in matrices.items():
     kernel, bias = (f"{ours}/{value}/kernel",), (f"{ours}/{value}/bias",)
