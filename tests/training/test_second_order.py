@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_decoder_only_model
 
+from rosetta_t5.adapters import LoRA
+from rosetta_t5.adapters.optimizer import AdapterOptimizer
 from rosetta_t5.networks.layers.dense import DenseGeneral
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training import TrainState
@@ -218,6 +220,15 @@ def test_error_names_a_skipped_layer_that_does_not_exist():
   transformation = precondition_by_kfac(0.1, skip_layers=["dense/.*"])
   with pytest.raises(ValueError, match=r"'dense/\.\*' matches no parameter.*'layer/kernel'"):
     transformation.init({"layer": {"kernel": jnp.eye(3)}})
+
+
+def test_kfac_is_refused_if_an_adapter_leaves_no_kernel_to_train():
+  chained = optimizers.chain([precondition_by_kfac, optax.lamb])
+  definition = AdapterOptimizer(chained, LoRA(targets=("query",)))
+  layer = {"kernel": jnp.eye(3), "lora_a": jnp.ones((3, 2)), "lora_b": jnp.ones((2, 3))}
+  expected = "needs dense kernels, but only lora_a, lora_b are trained: set another OPTIMIZER"
+  with pytest.raises(ValueError, match=expected):
+    definition.create({"query": layer})
 
 
 def kfac_factors(config):

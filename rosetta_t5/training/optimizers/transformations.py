@@ -278,10 +278,18 @@ def precondition_by_kfac(
     skip_layers: regular expressions that match whole paths of kernels that keep their gradients, in
       addition to the output layer and experts.
     max_factor_dim: a larger side of a kernel has no factor.
+
+  Raises:
+    ValueError: on initialization, if no dense kernel is trained, as with an adapter.
   """
 
   def init(params: PyTree) -> KfacState:
     dims = _kernel_dims(params, param_axes, skip_layers)
+    if not jax.tree.leaves(dims):
+      trained = ", ".join(sorted({path[-1] for path in flatten_dict(unfreeze(params))}))
+      raise ValueError(
+        f"precondition_by_kfac needs dense kernels, but only {trained} are trained: set another OPTIMIZER"
+      )
     zeros = matrices.zero_factors(params, dims, max_factor_dim)
     return KfacState(jnp.zeros((), jnp.int32), zeros, jax.tree.map(jnp.copy, zeros))
 
