@@ -32,6 +32,7 @@ from benchmarks.turns import TimedRun, time_in_turns
 from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
 from rosetta_t5.checkpoints.formats.hugging_face.folder import make_config_and_weights, write
 from rosetta_t5.cli.bench import SIZES, model_config
+from rosetta_t5.export.functions import load_stablehlo
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.transformer import Transformer
 from rosetta_t5.parallel.process_settings import keep_freed_memory
@@ -177,11 +178,57 @@ def ctranslate2_decode(
   return lambda: translate(translator, inputs, new_tokens, beams)
 
 
+@functools.cache
+def exported(folder: pathlib.Path, shape: tuple[int, int], new_tokens: int) -> pathlib.Path:
+  """Returns the folder that `rosetta-t5 export` writes for these sizes and greedy decoding."""
+  path = folder.with_name("exported")
+  if not path.exists():
+    sizes = {"batch_size": shape[0], "input_length": shape[1], "output_length": new_tokens}
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    call = "import sys; from rosetta_t5 import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [
+      sys.executable,
+      "-c",
+      call,
+      "export",
+      f"--model_dir={folder}",
+      f"--output_dir={path}",
+    ]
+    subprocess.run([*command, *flags], check=True)
+  return path
+
+
+def saved_model_decode(
+  folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns the same function for the SavedModel, which TensorFlow runs."""
+  assert beams == 1, "--beside saved-model needs --beams 1"
+  path = exported(folder, inputs.shape, new_tokens)
+  import tensorflow as tf
+
+  model = tf.saved_model.load(str(path))
+  predict = model.signatures["serving_default"]
+  return lambda: predict(text_batch=tf.constant(inputs))["output_0"].numpy()
+
+
+def stablehlo_decode(
+  folder: pathlib.Path, inputs: np.ndarray, new_tokens: int, beams: int
+) -> Callable[[], np.ndarray]:
+  """Returns the same function for the exported StableHLO."""
+  assert beams == 1, "--beside stablehlo needs --beams 1"
+  predict = load_stablehlo(exported(folder, inputs.shape, new_tokens) / "stablehlo")
+  names = ("decoder_input_tokens", "decoder_target_tokens", "decoder_loss_weights")
+  features = dict.fromkeys(names, np.zeros((len(inputs), new_tokens), np.int32))
+  return lambda: np.asarray(predict({"encoder_input_tokens": inputs, **features})[0])
+
+
 OTHERS: dict[str, Callable[..., Callable[[], np.ndarray]]] = {
   "transformers": transformers_decode,
   "onnx": onnx_decode,
   "ctranslate2": functools.partial(ctranslate2_decode, "float32"),
   "ctranslate2-int8": functools.partial(ctranslate2_decode, "int8"),
+  "saved-model": saved_model_decode,
+  "stablehlo": stablehlo_decode,
 }
 
 
