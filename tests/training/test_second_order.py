@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tiny_models import DECODER_ONLY, decoder_only_variables, make_batch, make_decoder_only_model
 
 from rosetta_t5.adapters import LoRA
-from rosetta_t5.adapters.optimizer import AdapterOptimizer
+from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.networks.layers.dense import DenseGeneral
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training import TrainState
