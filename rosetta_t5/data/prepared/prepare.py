@@ -195,7 +195,7 @@ def _manifest(
       f"{bad_examples.total()} bad examples; the first bad example: {first_bad})"
     )
   return {
-    "format": 1,
+    "format": shards.FORMAT,
     "vocabulary": {"file": file, "sha256": job.vocabulary_sha256, "pieces": pieces},
     "text": job.text,
     "append_end": job.append_end,

@@ -26,6 +26,7 @@ from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 from rosetta_t5.data.vocabularies.tokenizer_folder import TOKENIZER
 
 MANIFEST = "manifest.json"
+FORMAT = 2  # Version 0.1.0 wrote format 1, whose records have other sizes.
 VOCABULARY = "vocabulary.model"
 SPLITS = ("train", "validation")
 # All records but a shard's last one have so many tokens, so the record of a token is known by its position.
@@ -61,7 +62,7 @@ class ShardJob:
 
   def fingerprint(self) -> str:
     """Returns a digest of everything that the shard's content depends on."""
-    fields = {**dataclasses.asdict(self), "out": ""}
+    fields = {**dataclasses.asdict(self), "out": "", "format": FORMAT}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
   def file(self, split: str) -> pathlib.Path:
@@ -216,8 +217,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
   """Returns the manifest of a prepared folder.
 
   Raises:
-    ValueError: the folder has no manifest, because it is incomplete or is not prepared data; or the
-      manifest or the vocabulary is damaged.
+    ValueError: the folder has no manifest, because it is incomplete or is not prepared data; the
+      manifest or the vocabulary is damaged; or another version wrote the folder.
   """
   path = pathlib.Path(folder) / MANIFEST
   if not path.exists():
@@ -226,7 +227,10 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
       f"rosetta-t5 prepare --input FILES --vocab MODEL --out {folder}"
     )
   files.verify_checksums(folder, (MANIFEST, VOCABULARY, TOKENIZER).__contains__)
-  return files.read_json_object(path)
+  manifest = files.read_json_object(path)
+  if (found := manifest.get("format")) != FORMAT:
+    raise ValueError(f"{path} must have the format {FORMAT}, got {found}: prepare the folder again")
+  return manifest
 
 
 class TokenStream:

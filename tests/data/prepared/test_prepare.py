@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import sentencepiece
 from inline_executor import InlineExecutor
 
-from rosetta_t5.data.prepared import TokenStream, prepare
+from rosetta_t5.data.prepared import TokenStream, prepare, shards
 from rosetta_t5.data.prepared.shards import TOKENS_PER_RECORD
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.files import exclusive_output
@@ -175,6 +176,22 @@ def test_a_damaged_shard_is_refused_and_repaired_by_the_same_command(
   run(tmp_path, vocabulary, executor=executor)
   assert executor.ran == 1
   assert shard.read_bytes() == whole
+
+
+def test_a_folder_of_an_older_version_is_refused_and_prepared_again_by_the_same_command(
+  tmp_path: pathlib.Path, vocabulary: str, corpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  run(tmp_path, vocabulary)
+  before = files(tmp_path / "out")
+  with monkeypatch.context() as older:
+    older.setattr(shards, "FORMAT", 1)
+    older.setattr(shards, "TOKENS_PER_RECORD", 16)
+    shutil.rmtree(tmp_path / "out")
+    run(tmp_path, vocabulary)
+  with pytest.raises(ValueError, match=r"must have the format 2, got 1: prepare the folder again"):
+    TokenStream(tmp_path / "out", "train")
+  run(tmp_path, vocabulary)
+  assert files(tmp_path / "out") == before
 
 
 def test_a_manifest_that_is_not_that_of_the_checksums_is_written_again(
