@@ -76,10 +76,11 @@ def make_loop(trainer, numbers, total_steps=10, save_cfg=None, eval_period=5, st
   """Returns a loop from step 0 that evaluates nothing and saves nothing."""
   model = types.SimpleNamespace(loss_normalizing_factor=None, optimizer_def=OptimizerDef(None))
   return TrainLoop(
+    model=model,
     trainer=trainer,
     train_state_axes=None,
     feed=Feed(numbers),
-    evaluation=types.SimpleNamespace(cfg=None, run=lambda trainer: {}, model=model),
+    evaluation=types.SimpleNamespace(cfg=None, run=lambda trainer: {}),
     predictions=types.SimpleNamespace(
       cfg=None, run=lambda *args: None, collect=lambda: None, close=lambda: None
     ),
@@ -246,7 +247,7 @@ def skipping_loop(saved, skipped_from, ends=True):
   trainer = Trainer(after_batch)
   trainer.train_state = skipping_state(0, 0)
   loop = make_loop(trainer, itertools.count())
-  loop.evaluation.model.optimizer_def.max_skipped_steps = 2
+  loop.model.optimizer_def.max_skipped_steps = 2
   loop.manager = Manager(saved)
   return loop
 
