@@ -162,10 +162,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
           "utils.SaveCheckpointConfig.save_dataset = False, or remove from the task what keeps state "
           "outside of tf.data (tf.py_function, from_generator)."
         ) from error
+    # Version 0.1.0 wrote these names too.
     state = {
       "data": self._description,
-      "batches_yielded": self.batches_yielded,
-      "prefetched": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
+      "batches_handed_out": self.batches_yielded,
+      "drawn_ahead": {f"{index:04}": batch for index, batch in enumerate(prefetched)},
     }
     epath.Path(f"{filename}.feed").write_bytes(serialization.msgpack_serialize(state))
 
@@ -194,8 +195,8 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
         f"the input pipeline's position cannot be restored from {filename}: {str(error)[:200]}. If it "
         "was saved with another task, batch size or data folder, undo that change"
       ) from error
-    self.batches_yielded = int(state.get("batches_yielded", self.batches_yielded))
-    prefetched = [batch for _, batch in sorted(state.get("prefetched", {}).items())]
+    self.batches_yielded = int(state.get("batches_handed_out", self.batches_yielded))
+    prefetched = [batch for _, batch in sorted(state.get("drawn_ahead", {}).items())]
     self._pending.clear()
     self._pending.extend(self._thread.submit(self._transfer, batch) for batch in prefetched)
 
