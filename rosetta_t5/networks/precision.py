@@ -7,6 +7,7 @@ and attention's own matmuls are computed in `T5Config.dtype`.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +192,8 @@ def _dimension_numbers(x_NI: jax.Array) -> tuple:
 
 def _transformer_engine_matmul(recipe: str) -> Matmul:
   """Returns Transformer Engine's matmul."""
+  if importlib.util.find_spec("transformer_engine") is None:
+    raise ValueError("Transformer Engine is not installed: set backend = 'native' (te_helper)")
   from transformer_engine.common import recipe as recipes
   from transformer_engine.jax.flax import make_dot_general_cls
 

@@ -145,3 +145,7 @@ def test_unsupported_settings_and_arguments_are_refused():
     TransformerConfig(vocab_size=32, dtype="float16")
   with pytest.raises(ValueError, match=re.escape("got 'ful' (did you mean 'full'?)")):
     TransformerConfig(vocab_size=32, remat_policy="ful")
+  run = functools.partial(DecoderWrapper(DECODER_ONLY).apply, enable_dropout=False, mutable=True)
+  variables = {"params": decoder_only_params(DECODER_ONLY)}
+  with pytest.raises(ValueError, match="prefill and decode cannot both be True: first fill"):
+    run(variables, jnp.asarray(INPUTS), jnp.asarray(TOKENS), prefill=True, decode=True)

@@ -130,7 +130,7 @@ class MultiHeadDotProductAttention(nn.Module):
       encoded_mask: True where a query may see a position of `encoded`, [B, 1, T, S].
 
     Raises:
-      ValueError: `decode` is set, with several positions.
+      ValueError: both `prefill` and `decode` are set, or `decode` with several positions.
     """
     mode = self._mode(decode, prefill, merges=encoded is not None)
     visible: Any = mask if mask is None or isinstance(mask, Visibility) else mask != 0
@@ -176,6 +176,8 @@ class MultiHeadDotProductAttention(nn.Module):
     return out(outputs_BTHK)
 
   def _mode(self, decode: bool, prefill: bool, merges: bool) -> AttentionMode:
+    if prefill and decode:
+      raise ValueError("prefill and decode cannot both be True: first fill the cache, then decode")
     if (prefill or decode) and not self.has_variable("cache", "cached_key"):
       return AttentionMode.CREATE_CACHE
     if self.has_variable(decoding_cache.PRECOMPUTED, "keys") and not merges:
