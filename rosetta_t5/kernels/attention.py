@@ -326,25 +326,25 @@ _NO_PREFIX = (
 
 
 def _cudnn_refuses(case: AttentionCase, device: Any) -> str | None:
-  has_limits = case.window is not None or case.softcap is not None
-  refusals = {
-    f"needs an NVIDIA GPU, but jax runs on {device.platform}: set it to 'auto'": (
-      device.platform != "gpu"
-    ),
-    f"computes in bfloat16, but dtype is {case.dtype}: set it to 'flash', or dtype to 'bfloat16'": (
-      case.dtype != "bfloat16"
-    ),
-    f"needs a head_dim that is a multiple of 8, got {case.head_dim}: set it to 'flash'": (
-      case.head_dim % 8 != 0
-    ),
-    f"supports no window and no softcap, got {case.window} and {case.softcap}: set it to 'flash'": has_limits,
-    _NO_PREFIX: case.has_prefix,
-    "does not support packed examples: set it to 'flash', or train/DatasetConfig.pack = False": case.packed,
-    "does not support the mesh axis 'context': set it to 'flash'": case.context_shards > 1,
-    f"trains with a bias only if lengths are even, got {case.queries} and {case.keys}: change "
-    "TASK_FEATURE_LENGTHS, or set it to 'flash'": case.queries % 2 + case.keys % 2 > 0,
-  }
-  return next((text for text, is_wrong in refusals.items() if is_wrong), None)
+  if device.platform != "gpu":
+    return f"needs an NVIDIA GPU, but jax runs on {device.platform}: set it to 'auto'"
+  if case.dtype != "bfloat16":
+    return f"computes in bfloat16, but dtype is {case.dtype}: change dtype, or set it to 'flash'"
+  if case.head_dim % 8 != 0:
+    return f"needs a head_dim that is a multiple of 8, got {case.head_dim}: set it to 'flash'"
+  if case.window is not None or case.softcap is not None:
+    given = f"{case.window} and {case.softcap}"
+    return f"supports no window and no softcap, got {given}: set it to 'flash'"
+  if case.has_prefix:
+    return _NO_PREFIX
+  if case.packed:
+    return "does not support packed examples: set it to 'flash', or DatasetConfig.pack to False"
+  if case.context_shards > 1:
+    return "does not support the mesh axis 'context': set it to 'flash'"
+  if case.queries % 2 or case.keys % 2:
+    lengths = f"{case.queries} and {case.keys}"
+    return f"trains with a bias only if lengths are even, got {lengths}: set it to 'flash'"
+  return None
 
 
 def _flash_refuses(case: AttentionCase, _: Any) -> str | None:

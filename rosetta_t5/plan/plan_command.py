@@ -140,8 +140,9 @@ def _choice_rows(plan: Plan, options: argparse.Namespace) -> Rows:
     memory = size_text(sum(choice.estimate.memory.values()))
     seconds = choice.estimate.step_seconds
     speed = format_number(plan.dataset_cfg.batch_size / seconds)
-    precision = f", in {'fp8' if choice.work.fp8 else 'bfloat16'}"
-    where = (mesh or "one GPU") + precision * (choice.work.fp8 != plan.fp8)
+    where = mesh or "one GPU"
+    if choice.work.fp8 != plan.fp8:
+      where += ", in fp8" if choice.work.fp8 else ", in bfloat16"
     text = f"{where}: {format_seconds(seconds)}, {speed} sequences/s, {memory} on each GPU"
     lines = choice.flags(is_fp8_set=plan["te_config_cls"] is not None)
     rows += labeled(f"{number}.", [text, *(f"{line} \\" for line in lines[:-1]), lines[-1]])

@@ -227,7 +227,7 @@ def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reason
   output = capsys.readouterr().err
   for reason in (
     "GPT-2 or GPT-Neo, which have learned positions",
-    "differ in target/decoder/decoder_norm/bias, ",
+    "This one differs in target/decoder/decoder_norm/bias, ",
     "target/decoder/layers_0/mlp/wi/bias, ",
   ):
     assert reason in output

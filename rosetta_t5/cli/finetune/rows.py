@@ -63,8 +63,8 @@ class Files:
     train, held_out = _split(options.data)
     held_out = [os.path.abspath(name) for name in options.eval or held_out]
     self.arguments: dict[str, Any] = {"files": train, "objective": "seq2seq", **columns}
-    validation = ("files", held_out) if held_out else ("percent", _EVAL_PERCENT)
-    self.arguments[f"validation_{validation[0]}"] = validation[1]
+    percent: dict[str, Any] = {"validation_percent": _EVAL_PERCENT}
+    self.arguments |= {"validation_files": held_out} if held_out else percent
     convert, files = reading.make_converter(columns), reading.find_files([*train, *held_out])
     try:
       rows = [row for file in files for row in _first_rows(file, convert)]

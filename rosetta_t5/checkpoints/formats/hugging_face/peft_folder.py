@@ -118,9 +118,10 @@ def _read_settings(root: epath.Path) -> dict[str, Any]:
   settings = read_json_object(root / CONFIG)
   check_one_of(f"{root / CONFIG}: peft_type", settings.get("peft_type"), TYPES)
   wrong = [key for key in _UNSUPPORTED if settings.get(key)]
-  wrong += ["bias"] * (settings.get("bias") not in (None, "none"))
-  changes_base = _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights")))
-  wrong += ["init_lora_weights"] * (changes_base is not None)
+  if settings.get("bias") not in (None, "none"):
+    wrong.append("bias")
+  if _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights"))):
+    wrong.append("init_lora_weights")
   if wrong:
     shown = ", ".join(f"{key} = {settings[key]!r}" for key in wrong)
     raise ValueError(

@@ -188,8 +188,8 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
   }
   if differing := names ^ arrays.keys():
     raise ValueError(
-      "GPT-2 or GPT-Neo, which have learned positions, layer norms, biases and one activation, differ in "
-      f"{name_tables.list_names(differing)}"
+      "a decoder is written as GPT-2 or GPT-Neo, which have learned positions, layer norms, biases and one "
+      f"activation. This one differs in {name_tables.list_names(differing)}"
     )
   if network is None:
     raise ValueError(name_tables.UNKNOWN_HEADS)

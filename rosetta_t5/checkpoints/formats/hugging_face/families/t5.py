@@ -301,7 +301,7 @@ def _activation_entries(activations: tuple[str, ...]) -> dict[str, Any]:
   """Returns the entries of config.json for flax's names, such as ('gelu', 'linear')."""
   first, *rest = activations
   if rest not in ([], ["linear"]):
-    raise ValueError(f"Transformers has one activation, or one and 'linear', got {activations}")
+    raise ValueError(f"mlp_activations must be one, or one and 'linear', got {activations}")
   name = name_tables.their_activation(first)
   gated = "gated-gelu" if name == "gelu_new" else f"gated-{name}"
   entries = {"feed_forward_proj": gated if rest else name, "dense_act_fn": name}
