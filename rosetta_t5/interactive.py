@@ -165,7 +165,10 @@ class InteractiveModel:
   ) -> None:
     """Runs one step on a batch of examples with other preprocessors; see `train_step`."""
     if len(examples) < self.batch_size:
-      raise ValueError(f"A step needs a batch of {self.batch_size} examples, got {len(examples)}")
+      raise ValueError(
+        f"A training step needs a batch of {self.batch_size} examples, got {len(examples)}: give "
+        "more, or build the InteractiveModel with a smaller batch_size"
+      )
     _, model_ds = self._texts.datasets(examples, preprocessors)
     # Each host reads its share of the batch.
     shard = model_ds.shard(self._layout.num_shards, self._layout.shard_id)

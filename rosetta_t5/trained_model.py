@@ -96,7 +96,9 @@ def read_run(
   if not adapters:
     return recipe, restore_cfg
   if recipe["model"].adapter is not None or any(map(checkpoints.is_peft, restore_cfg.paths())):
-    raise ValueError("--adapter needs a base as --model_dir, and not a model that has an adapter")
+    raise ValueError(
+      "--adapter needs the base as --model_dir, which here has an adapter itself: give both with --adapter"
+    )
   given = [adapter_checkpoints.parse_sum(text) for text in adapters]
   add: Any = functools.partial(adapter_checkpoints.add_changes, given=given)
   fns = (*restore_cfg.state_transformation_fns, add)

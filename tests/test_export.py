@@ -244,7 +244,7 @@ def test_invalid_arguments_are_rejected_before_anything_is_written(
 
 def test_a_folder_with_a_subfolder_called_stablehlo_is_not_replaced(checkpoint, tmp_path):
   (tmp_path / "stablehlo").mkdir()
-  with pytest.raises(ValueError, match="has something else than an export: set another output_dir"):
+  with pytest.raises(ValueError, match="contains something else: set another one"):
     export(checkpoint, tmp_path, mode="predictions")
 
 

@@ -165,10 +165,14 @@ class LoRA(KernelAdapter):
     """Returns the rank of a projection."""
     return int(_find(self.rank_pattern, module, self.rank))
 
+  def alpha_of(self, module: str) -> float:
+    """Returns the alpha of a projection."""
+    default = 2 * self.rank if self.alpha is None else self.alpha
+    return float(_find(self.alpha_pattern, module, default))
+
   def factor_of(self, module: str) -> float:
     """Returns s of a projection."""
-    default = 2 * self.rank if self.alpha is None else self.alpha
-    rank, alpha = self.rank_of(module), float(_find(self.alpha_pattern, module, default))
+    rank, alpha = self.rank_of(module), self.alpha_of(module)
     return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
   def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:

@@ -230,6 +230,8 @@ def _merged_arrays(path: str, base: Arrays) -> dict[str, StoredArray]:
   names = [n for n, x in merged.items() if n in arrays and x is not arrays[n]]
   wrong = [n for n in names if n not in base or not name_tables.are_equal(base[n], arrays[n])]
   if wrong:
-    raise ValueError(f"--adapter {path} was trained on another base: {wrong[0]} differs")
+    raise ValueError(
+      f"--adapter {path} was trained on another base: {wrong[0]} differs from that of --model_dir"
+    )
   names += [n for n in base if adapter.is_trained(n.removeprefix("target/"))]
   return {name: merged[name] for name in names}

@@ -86,8 +86,10 @@ def _lock(file: Any) -> str:
   """Locks a file until it is closed, and writes the process into it; returns why it cannot, or ""."""
   if not lock_until_closed(file):
     file.seek(0)
-    holder = file.read().strip()
-    return f"is in use by another training run: {holder}. Stop it, or set another folder"
+    return (
+      f"is in use by another training run: {file.read().strip()}. Wait until that run ends, stop it, or "
+      "give this run its own folder"
+    )
   since = time.strftime("%Y-%m-%d %H:%M:%S %z")
   file.truncate(0)
   print(f"process {os.getpid()} on {socket.gethostname()}, since {since}", file=file, flush=True)
@@ -192,11 +194,15 @@ def check_model(
         "the original file, or accept the other one with verify_matching_vocabs_fn = None"
       )
     if differences := list(_differing_settings(model, path)):
-      title = f"{path}/{hugging_face_folder.CONFIG} does not describe this run's model. Set"
-      text = "\n  ".join([title, *differences])
+      lines = "\n  ".join(differences)
+      message = (
+        f"{path}/{hugging_face_folder.CONFIG} does not describe this run's model. Set\n  {lines}"
+      )
       if cfg is None or cfg.strict:
-        raise ValueError(f"{text}\nor accept this with RestoreCheckpointConfig.strict = False")
-      _log.warning("%s", text)
+        raise ValueError(
+          f"{message}\nor accept another computation with RestoreCheckpointConfig.strict = False"
+        )
+      _log.warning("%s", message)
 
 
 def _differing_settings(model: Any, path: str) -> Iterator[str]:

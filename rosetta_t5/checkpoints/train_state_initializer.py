@@ -227,5 +227,7 @@ def get_fallback_state(
   if restore_cfg is None or not restore_cfg.fallback_to_scratch:
     return None
   if init_rng is None:
-    raise ValueError("fallback_to_scratch = True needs a random key: give fallback_init_rng")
+    raise ValueError(
+      "RestoreCheckpointConfig.fallback_to_scratch = True needs a random key: give fallback_init_rng"
+    )
   return init_fn(init_rng).state_dict()

@@ -250,7 +250,9 @@ def _write_adapter(
   if peft_folder.is_peft(base):
     base = peft_folder.find_base(base)
   elif base is path:
-    raise ValueError(f"{path} has no adapter of a recorded base, as --to peft needs: use --to hf")
+    raise ValueError(
+      f"{path} has no adapter of a recorded base (INITIAL_CHECKPOINT_PATH), which --to peft writes: use --to hf"
+    )
   adapter, plain = adapters.from_settings(fact), to_plain_tree(arrays)
   own = {n: x for n, x in plain.items() if not adapter.adds(n)}
   settings = read_model_settings(path, own, config)

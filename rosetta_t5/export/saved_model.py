@@ -233,7 +233,10 @@ def ExportableModule(
   """
   sizes = list(allowed_batch_sizes or ([batch_size] if batch_size else []))
   if use_batch_function and not sizes:
-    raise ValueError("ExportableModule.use_batch_function needs BATCH_SIZE or allowed_batch_sizes")
+    raise ValueError(
+      "ExportableModule.use_batch_function = True needs known batch sizes: set BATCH_SIZE or "
+      "ExportableModule.allowed_batch_sizes"
+    )
   variables = tf.nest.map_structure(
     lambda x: tf.Variable(np.asarray(x), trainable=False), dict(params)
   )
@@ -323,13 +326,18 @@ def write_warmup_examples(
 def _select_folder(output_dir: str | Mapping[str, str]) -> epath.Path:
   folder = epath.Path(output_dir if isinstance(output_dir, str) else output_dir["cpu"])
   if folder.exists() and any(folder.iterdir()) and not (folder / "saved_model.pb").exists():
-    raise ValueError(f"{folder} has something else than an export: set another output_dir")
+    raise ValueError(
+      "export_lib.save.output_dir must be a new folder, an empty one, or an earlier export to "
+      f"replace, but {folder} contains something else: set another one"
+    )
   return folder
 
 
 def _select_features(output_features: Any, mixture_or_task_name: str | None) -> Any:
   if (mixture_or_task_name is None) == (output_features is None):
-    raise ValueError("export_lib.save needs output_features or mixture_or_task_name, and not both")
+    raise ValueError(
+      "export_lib.save needs output_features or mixture_or_task_name, and not both: set the other to None"
+    )
   return output_features or seqio.get_mixture_or_task(mixture_or_task_name).output_features
 
 

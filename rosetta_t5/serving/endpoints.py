@@ -63,7 +63,7 @@ def response_to(error: Exception) -> JSONResponse:
   content = {"message": str(error), "type": kind, "param": field}
   content["code"] = _CODES.get((status, field))
   # Without the second header, OpenAI's clients send requests again after all of 5xx.
-  again = {"retry-after": str(error.retry_s)}
+  again = {"retry-after": str(error.retry_after_s)}
   headers = again if status in (429, 503) else {"x-should-retry": "false"}
   return JSONResponse({"error": content}, status, headers)
 

@@ -36,12 +36,14 @@ class RequestError(Exception):
   Attributes:
     field: the field that is wrong.
     status: the status of HTTP.
-    retry_s: the seconds after which the request may be sent again.
+    retry_after_s: the seconds after which the request may be sent again.
   """
 
-  def __init__(self, message: str, field: str | None = None, status: int = 400, retry_s: int = 1):
+  def __init__(
+    self, message: str, field: str | None = None, status: int = 400, retry_after_s: int = 1
+  ):
     super().__init__(message)
-    self.field, self.status, self.retry_s = field, status, retry_s
+    self.field, self.status, self.retry_after_s = field, status, retry_after_s
 
 
 STOPPING = "the server is stopping"
@@ -89,9 +91,9 @@ class Engine:
       raise RequestError(text, status=503)
     if len(queue) >= self._max_waiting:
       self._counts["requests_refused"] += 1
-      retry_s = 1 + len(queue) // self._programs.num_slots
-      text = f"{len(queue)} requests are waiting already: try again in {retry_s} s"
-      raise RequestError(text, status=429, retry_s=retry_s)
+      retry_after_s = 1 + len(queue) // self._programs.num_slots
+      text = f"{len(queue)} requests are waiting already: try again in {retry_after_s} s"
+      raise RequestError(text, status=429, retry_after_s=retry_after_s)
     queue.append(request)
     self._changed.set()
 

@@ -111,7 +111,9 @@ class ServedModel:
       return self._checked([*tokens, *[vocabulary.eos_id] * self._inputs_end], field)
     size = vocabulary.vocab_size
     if wrong := [token for token in prompt if not 0 <= token < size]:
-      raise RequestError(f"{field} has token {wrong[0]}, not one from 0 to {size - 1}", field)
+      raise RequestError(
+        f"{field} has token {wrong[0]}, but tokens are from 0 to {size - 1}", field
+      )
     return self._checked(list(prompt), field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -147,8 +149,9 @@ class ServedModel:
         field,
       )
     if not self.has_encoder and self._model.pad_id in tokens:
-      text = f"{field} has the token of padding, {self._model.pad_id}: leave it out"
-      raise RequestError(text, field)
+      raise RequestError(
+        f"{field} has the token of padding, {self._model.pad_id}: leave it out", field
+      )
     return tokens
 
   def _inputs(self, tokens: Sequence[int]) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class LetterModel:
     texts = [("".join(map(chr, tokens)).upper(), controls) for tokens, controls in texts]
     self.asked += [(text, max_tokens, controls, tuple(stop)) for text, controls in texts]
     if any("FULL" in text for text, _ in texts):
-      raise RequestError("8 requests are waiting", status=429, retry_s=3)
+      raise RequestError("8 requests are waiting", status=429, retry_after_s=3)
     self.open += 1
     await asyncio.sleep(0)
     try:

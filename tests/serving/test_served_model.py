@@ -276,7 +276,7 @@ def test_too_many_waiting_requests_are_refused(serve: Any) -> None:
   results = serve(overload)
   refused = [result for result in results if isinstance(result, RequestError)]
   assert {error.status for error in refused} == {429}
-  assert refused[0].retry_s >= 1
+  assert refused[0].retry_after_s >= 1
   assert all(isinstance(result, list | RequestError) for result in results)
 
 

@@ -123,7 +123,9 @@ def check_entries(config: Config) -> None:
   """Raises ValueError if a config.json has entries whose effect on the model is unknown."""
   for name, value in config.items():
     if value and name not in _READ and not _HARMLESS.fullmatch(name):
-      raise ValueError(f"{name} = {value!r} is not supported for {config['model_type']}")
+      raise ValueError(
+        f"{name} = {value!r} is not supported for {config['model_type']}: it may change what the model computes"
+      )
 
 
 def layer_table(

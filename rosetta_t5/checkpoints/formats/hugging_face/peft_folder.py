@@ -174,7 +174,9 @@ def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Ar
   length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros(0)).shape
   expected = (parts * length, width)
   if found != expected:
-    raise ValueError(f"{PROMPT} must have the shape {expected} here, got {found or 'none'}")
+    raise ValueError(
+      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}: it belongs to another base"
+    )
   vectors = as_stored_array(tensors[PROMPT][:length] * prompt_scale(arrays, width))
   adapter = adapters.PromptTuning(length=length)
   return adapter, {f"target/{side}/prompt/prompt/prompt": vectors}

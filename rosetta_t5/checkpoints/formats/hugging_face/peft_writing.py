@@ -35,7 +35,9 @@ def write(
   """
   kinds = [kind for kind, cls in peft_folder.TYPES.items() if type(adapter) is cls]
   if not kinds:
-    raise ValueError(f"PEFT has no adapters.{type(adapter).__name__}: use --to hf")
+    raise ValueError(
+      f"PEFT has no adapters.{type(adapter).__name__}: use --to hf, which writes the whole model"
+    )
   if isinstance(adapter, adapters.PromptTuning):
     (prompt,) = (x for name, x in arrays.items() if name.endswith("/prompt/prompt/prompt"))
     settings: dict[str, Any] = {

@@ -94,11 +94,13 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """
   weights, model_type = dict(weights), config["model_type"]
   for name in {_TABLE, _HEAD} & weights.keys():
-    rows, size = weights[name].shape[0], config["vocab_size"]
-    if rows != size:
-      raise ValueError(f"vocab_size is {size}, but {name} has {rows} rows")
+    weight = weights[name]
+    if weight.shape[0] != config["vocab_size"]:
+      raise ValueError(
+        f"vocab_size is {config['vocab_size']}, but {name} has the shape {weight.shape}"
+      )
     if not config.get(name_tables.PADDING_IS_TOKEN_0):
-      weights[name] = _shift_rows(weights[name], name_tables.start_token(config))
+      weights[name] = _shift_rows(weight, name_tables.start_token(config))
   arrays = name_tables.from_transformers(weights, weight_table(config), model_type)
   return name_tables.without_tied_head(arrays, EMBEDDING, HEAD, config)
 

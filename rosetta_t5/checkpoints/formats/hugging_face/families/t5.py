@@ -124,7 +124,9 @@ def _share_table(weights: Arrays) -> dict[str, StoredArray]:
     raise ValueError(f"the embedding table ({_SHARED}) is missing: the folder is incomplete")
   tables = [weights.get(name, stored[0]) for name in _OWN_TABLES.values()]
   if not name_tables.are_equal(*tables):
-    raise ValueError("encoder and decoder must share the embedding table, but theirs differ")
+    raise ValueError(
+      f"encoder and decoder must share the embedding table, but {' and '.join(_OWN_TABLES.values())} differ"
+    )
   return {**rest, _SHARED: tables[0]}
 
 

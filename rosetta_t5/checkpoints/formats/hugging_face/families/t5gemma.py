@@ -171,7 +171,9 @@ def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
   merges = ["merged_attention"] * (network.merged_attention != (model_type == _SECOND))
   for side in _sides(arrays):
     if wrong := merges + layer_settings.wrong_fields(network, side, _LAYERS[model_type]):
-      raise ValueError(f"the {side} of {model_type} needs other values of {', '.join(wrong)}")
+      raise ValueError(
+        f"Transformers' {model_type} needs other values of {', '.join(wrong)} ({side})"
+      )
   return model_type
 
 
