@@ -263,7 +263,10 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   if base is None:
     return arrays
   if find_checkpoint_type(base) is None:
-    raise ValueError(f"{path} has the adapter only, and its base {base} is missing: move it back")
+    raise ValueError(
+      f"{path} has the adapter only, and its base {base} is missing: move it back to this path, or put a link "
+      "to it there"
+    )
   return {**{n: x for n, x in read_arrays(base).items() if n.startswith("target/")}, **arrays}
 
 

@@ -235,7 +235,10 @@ def compare_arrays(before: Arrays, after: Arrays, rtol: float = 0.0) -> int:
     name for name, array in ours.items() if not _are_close(array, theirs[name], rtol)
   ]
   if wrong:
-    raise ConversionError(f"{len(wrong)} parameters differ from the source, {wrong[0]} first")
+    raise ConversionError(
+      f"{len(wrong)} parameters differ between the source and what was written, {wrong[0]} first: "
+      "nothing was kept"
+    )
   return len(ours)
 
 

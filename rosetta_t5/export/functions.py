@@ -263,7 +263,10 @@ def create_preprocessor_from_task(
     ValueError: the batch size is None, or tokenized_inputs is set.
   """
   if tokenized_inputs or batch_size is None:
-    raise ValueError("create_preprocessor_from_task needs BATCH_SIZE and tokenized_inputs = False")
+    raise ValueError(
+      "create_preprocessor_from_task applies a task's preprocessors to a fixed number of raw "
+      "examples: set BATCH_SIZE (export_lib.save.batch_size) and tokenized_inputs = False"
+    )
   task = seqio.TaskRegistry.get(task_name)
   converter = model.FEATURE_CONVERTER_CLS(pack=False)
   # How one serialized example of the task's source is parsed.

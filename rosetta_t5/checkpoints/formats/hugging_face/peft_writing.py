@@ -150,7 +150,10 @@ def _describe_ia3(
       continue
     if adapter.scales_inputs(short_name(module.kernels[0])):
       if not all(found) or any(not np.array_equal(x, vectors[0]) for x in vectors):
-        raise ValueError(f"{name} is one matrix in PEFT, whose inputs are scaled by one vector")
+        raise ValueError(
+          f"PEFT cannot scale the inputs of {', '.join(module.kernels)} by different vectors, because they are "
+          f"one matrix, {name}"
+        )
       of_inputs.add(name)
       groups[name] = {peft_folder.IA3_VECTOR: vectors[0][None]}
     else:

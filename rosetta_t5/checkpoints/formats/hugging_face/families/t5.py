@@ -235,7 +235,10 @@ def _expert_layers(arrays: Arrays) -> dict[str, tuple[int, int]]:
     found = [n for n in range(layers) if f"target/{side}/layers_{n}/mlp/expert/wi/kernel" in arrays]
     step = max(1, layers // max(1, len(found)))
     if found != list(range(1 % step, layers, step)):
-      raise ValueError(f"Transformers has no {side} of {layers} layers with experts in {found}")
+      raise ValueError(
+        f"Transformers has experts in the layers 1, 1 + n, … of a stack of m·n layers, but the {side}'s "
+        f"{layers} layers have them in {found}"
+      )
     if found:
       result[side] = (found[0], step)
   return result
