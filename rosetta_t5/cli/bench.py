@@ -118,8 +118,12 @@ def compile_step(args: argparse.Namespace, optimizer: OptimizerDef | None = None
     raise ValueError(f"--batch must be a multiple of the {shards} devices, got {args.batch}")
   axes = partitioner.get_mesh_axes(jax.eval_shape(init, jax.random.PRNGKey(0)))
   state = partitioner.partition(init, None, axes)(jax.random.PRNGKey(0))
-  options = {"loss_fn": model.loss_fn, "num_microbatches": args.microbatches}
-  one_step = functools.partial(train_step, learning_rate_fn=lambda _: jnp.float32(1e-4), **options)
+  one_step = functools.partial(
+    train_step,
+    loss_fn=model.loss_fn,
+    learning_rate_fn=lambda _: jnp.float32(1e-4),
+    num_microbatches=args.microbatches,
+  )
   spec = partitioner.data_partition_spec
   step = partitioner.partition(one_step, (axes, spec, None), (axes, None), donate_argnums=(0,))
   batch = jax.device_put(batch, jax.sharding.NamedSharding(partitioner.mesh, spec))

@@ -263,8 +263,10 @@ def _infer_rows(
   size = options.batch_size or 8
   size += -size % model.partitioner.data_mesh_size
   lengths, is_scoring = feature_lengths(model.lengths, options), options.targets is not None
-  opened = (model.model, model.partitioner, model.state_axes)
-  texts = TextInference(*opened, size, lengths, inputs_end="inputs" in model.lengths)
+  texts = TextInference(
+    *(model.model, model.partitioner, model.state_axes, size, lengths),
+    inputs_end="inputs" in model.lengths,
+  )
   mode = InferenceType.SCORE if is_scoring else InferenceType.PREDICT_WITH_AUX
   prompts = ChatPrompts(model.model) if has_conversations(options) else None
   preprocessors = prompts.preprocessors if prompts else default_preprocessors()

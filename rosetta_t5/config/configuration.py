@@ -172,8 +172,12 @@ def resolve(command: CommandLine, function: Callable[..., Any] | None) -> Resolv
   if is_complete:
     check_bound(program, None if problems.messages else function, binding_problems)
   problems.messages += binding_problems.messages
-  name = function.__name__ if function else ""
-  resolved = ResolvedRun(name, program, problems, devices=command.devices)
+  resolved = ResolvedRun(
+    function_name=function.__name__ if function else "",
+    program=program,
+    problems=problems,
+    devices=command.devices,
+  )
   if function and not problems.messages:
     unused = binding_checks.unused_bindings(program, function)
     # A recipe also binds what another recipe replaces, such as the arguments of its optimizer.

@@ -98,9 +98,12 @@ def changes_since(
     now = (program or statements.read_program([], [get_gin_config_str()])).effective_bindings()
   except ConfigError as error:
     return [f"{file} cannot be compared: {str(error).splitlines()[0]}"]
-  pairs = {now[key].name: (before[key].value, now[key].value) for key in before if key in now}
-  values = ((name, *map(without_modules, pair)) for name, pair in pairs.items())
-  return [f"{name}: {old!r} → {new!r}" for name, old, new in values if old != new]
+  values = {
+    now[key].name: (without_modules(before[key].value), without_modules(now[key].value))
+    for key in before
+    if key in now
+  }
+  return [f"{name}: {old!r} → {new!r}" for name, (old, new) in values.items() if old != new]
 
 
 def without_modules(value: Any) -> Any:

@@ -95,8 +95,11 @@ def find_tfds(dataset: str, folder: pathlib.Path) -> pathlib.Path | None:
   name, _, version = dataset.partition(":")
   first, slash, rest = name.partition("/")
   camel_case = "".join(word.capitalize() for word in first.split("_")) + slash + rest
-  found = (folder.joinpath(each).glob("*/dataset_info.json") for each in (name, camel_case))
-  built = [info.parent for of_spelling in found for info in of_spelling]
+  built = [
+    info.parent
+    for spelling in (name, camel_case)
+    for info in folder.joinpath(spelling).glob("*/dataset_info.json")
+  ]
 
   def rank(path: pathlib.Path) -> tuple[bool, list[int]]:
     return path.name == version, [int(number) for number in re.findall(r"\d+", path.name)]

@@ -108,8 +108,11 @@ def stdlib_paragraphs(root: pathlib.Path | None = None) -> Iterator[str]:
       are excluded.
   """
   root = root or pathlib.Path(sysconfig.get_path("stdlib"))
-  found = sorted(root.rglob("*.py"))
-  files = (x for x in found if not _EXCLUDED_FOLDERS & set(x.relative_to(root).parts))
+  files = (
+    path
+    for path in sorted(root.rglob("*.py"))
+    if not _EXCLUDED_FOLDERS & set(path.relative_to(root).parts)
+  )
   yield from dict.fromkeys(p for path in files for text in _texts(path) for p in _paragraphs(text))
 
 

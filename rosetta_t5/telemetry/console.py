@@ -285,8 +285,11 @@ def model_info(full_train_state: Any, partitioner: Any) -> str:
   mesh_axes = _flatten(partitioner.get_mesh_axes(full_train_state))
 
   def section(name: str) -> list[str]:
-    paths = [path for path in sorted(arrays) if path[0] == name]
-    return [_format_array(p, arrays[p], logical_axes.get(p), mesh_axes.get(p)) for p in paths]
+    return [
+      _format_array(path, arrays[path], logical_axes.get(path), mesh_axes.get(path))
+      for path in sorted(arrays)
+      if path[0] == name
+    ]
 
   total = f"Total number of parameters: {count_parameters(full_train_state.params)}"
   lines = [*section("target"), total, "", *section("state"), *section("flax_mutables")]

@@ -193,8 +193,11 @@ class _AllMethods:
 
 def as_floats(values: Values) -> dict[str, float]:
   """Returns the scalars among clu values as floats."""
-  scalars = {name: x.value for name, x in values.items() if isinstance(x, clu_values.Scalar)}
-  return {name: float(np.asarray(value)) for name, value in scalars.items()}
+  return {
+    name: float(np.asarray(value.value))
+    for name, value in values.items()
+    if isinstance(value, clu_values.Scalar)
+  }
 
 
 def _copy_if_scalar(leaf: Any) -> Any:

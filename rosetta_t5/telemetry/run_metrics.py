@@ -56,8 +56,11 @@ class RunMetrics:
       values: the metrics that the last steps measured.
       train_state: the state after them.
     """
-    samples, norm = (step - self._first_step) * self._batch_size, self._norm(train_state.params)
-    metrics = {SAMPLES: float(samples), WEIGHT_NORM: float(norm), **peak_memory()}
+    metrics = {
+      SAMPLES: float((step - self._first_step) * self._batch_size),
+      WEIGHT_NORM: float(self._norm(train_state.params)),
+      **peak_memory(),
+    }
     speed = values.get(SEQUENCES_PER_SECOND)
     if self._flops and self._peak and speed:
       metrics[UTILIZATION] = self._flops * speed / self._peak

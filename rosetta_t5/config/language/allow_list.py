@@ -174,8 +174,10 @@ def _listed(table: Mapping[str, str]) -> dict[str, Any]:
 @functools.cache
 def _listed_in(module_name: str, names: str) -> dict[str, Any]:
   module = importlib.import_module(module_name)
-  listed = _transformations_and_schedules(module) if names == "*" else names.split()
-  return {name: getattr(module, name) for name in listed}
+  return {
+    name: getattr(module, name)
+    for name in (_transformations_and_schedules(module) if names == "*" else names.split())
+  }
 
 
 def _transformations_and_schedules(optax: Any) -> list[str]:

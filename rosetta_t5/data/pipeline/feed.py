@@ -110,9 +110,11 @@ class ShardedDatasetIterator(dataset_iterator.DatasetIterator):
   @property
   def element_spec(self) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each feature of the global batch."""
-    local, as_on_device = self.iterator.element_spec, jax.dtypes.canonicalize_dtype
-    dtypes = {name: as_on_device(local[name].dtype) for name in self._global_shapes}
-    return {n: jax.ShapeDtypeStruct(shape, dtypes[n]) for n, shape in self._global_shapes.items()}
+    local = self.iterator.element_spec
+    return {
+      name: jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(local[name].dtype))
+      for name, shape in self._global_shapes.items()
+    }
 
   def measures(self) -> dict[str, float]:
     """Returns metrics of the data, up to the last batch yielded.

@@ -262,6 +262,11 @@ def get_seqio_task_from_examples(
   """
 
   if add_to_registry:
-    arguments = (_source(examples), interactive_model.features, list(preprocessors))
-    seqio.TaskRegistry.add(task_name, *arguments, metric_fns=list(metric_fns or ()))
+    seqio.TaskRegistry.add(
+      task_name,
+      source=_source(examples),
+      preprocessors=list(preprocessors),
+      output_features=interactive_model.features,
+      metric_fns=list(metric_fns or ()),
+    )
   return seqio.get_mixture_or_task(task_name)

@@ -186,8 +186,10 @@ def _manifest(
     entries = [summary["splits"][split] for summary in summaries if split in summary["splits"]]
     counts = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
     splits[split] = {**counts, "shards": entries}
-  losses = sum((Counter(each["losses"]) for each in summaries), Counter[str]())
-  bad_examples = sum((Counter(each["bad_examples"]) for each in summaries), Counter[str]())
+  losses, bad_examples = (
+    sum((Counter(summary.get(name)) for summary in summaries), Counter[str]())
+    for name in ("losses", "bad_examples")
+  )
   first_bad = next(filter(None, (summary["first_bad_example"] for summary in summaries)), None)
   if not splits["train"]["documents"]:
     raise ValueError(

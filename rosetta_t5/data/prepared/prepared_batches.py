@@ -132,8 +132,11 @@ class BatchSequence:
     if not self.has_start:
       targets, read = (np.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (targets, read))
     is_token = {"decoder": (targets > 0).astype(np.int32)}
-    batch = {"decoder_target_tokens": targets, "decoder_input_tokens": read}
-    batch["decoder_loss_weights"] = is_token["decoder"]
+    batch = {
+      "decoder_target_tokens": targets,
+      "decoder_input_tokens": read,
+      "decoder_loss_weights": is_token["decoder"],
+    }
     if "inputs" in features:
       batch["encoder_input_tokens"] = features["inputs"]
       is_token["encoder"] = (features["inputs"] > 0).astype(np.int32)

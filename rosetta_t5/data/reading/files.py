@@ -181,5 +181,8 @@ def _data_suffix(path: pathlib.Path) -> str:
 def _data_files(folder: str) -> list[str]:
   """Returns the data files under a folder, also under linked folders."""
   paths = map(pathlib.Path, glob.glob(f"{glob.escape(folder)}/**", recursive=True))
-  found = (x for x in paths if _data_suffix(x) in _FORMAT_OF_SUFFIX and x.name not in _METADATA)
-  return [str(path) for path in found if not path.is_dir()]
+  return [
+    str(path)
+    for path in paths
+    if _data_suffix(path) in _FORMAT_OF_SUFFIX and path.name not in _METADATA and not path.is_dir()
+  ]

@@ -75,8 +75,13 @@ def chat_task(
     # The template decides how inputs begin and end.
     features = {"inputs": features["targets"], "targets": seqio.Feature(vocabulary, add_eos=True)}
   tokenize = _tokenize_turns if is_seq2seq else _tokenize_conversations
-  preprocessors = [tokenize, seqio.preprocessors.append_eos_after_trim]
-  seqio.TaskRegistry.add(name, source, features, preprocessors, task_cls=CountedTask)
+  seqio.TaskRegistry.add(
+    name,
+    source=source,
+    preprocessors=[tokenize, seqio.preprocessors.append_eos_after_trim],
+    output_features=features,
+    task_cls=CountedTask,
+  )
   return name
 
 

@@ -280,9 +280,15 @@ def create_task_from_tfexample_file(
     return name
   keys = {"inputs": inputs_key, "targets": targets_key}
   schema = {key: tf.io.FixedLenFeature([], tf.string) for key in keys.values() if key}
-  source, known = seqio.TFExampleDataSource({"infer": paths}, schema), seqio.preprocessors
-  preprocessors = [functools.partial(known.rekey, key_map=keys), known.tokenize_and_append_eos]
-  seqio.TaskRegistry.add(name, source, dict(features), preprocessors)
+  seqio.TaskRegistry.add(
+    name,
+    source=seqio.TFExampleDataSource({"infer": paths}, schema),
+    preprocessors=[
+      functools.partial(seqio.preprocessors.rekey, key_map=keys),
+      seqio.preprocessors.tokenize_and_append_eos,
+    ],
+    output_features=dict(features),
+  )
   return name
 
 
@@ -298,10 +304,14 @@ def _register(
   if objective == "ul2":
     tasks = {f"{name}_{key}": denoiser for key, denoiser in denoisers.items()}
   for task, denoiser in tasks.items():
-    features = {**inputs, "targets": feature}
-    preprocessors = objectives.objective_preprocessors(objective, denoiser)
-    how = {"metric_fns": list(metrics), "task_cls": CountedTask}
-    seqio.TaskRegistry.add(task, source, features, preprocessors, **how)
+    seqio.TaskRegistry.add(
+      task,
+      source=source,
+      preprocessors=objectives.objective_preprocessors(objective, denoiser),
+      output_features={**inputs, "targets": feature},
+      metric_fns=list(metrics),
+      task_cls=CountedTask,
+    )
   if objective == "ul2":
     rates = [denoiser.rate for denoiser in denoisers.values()]
     seqio.MixtureRegistry.add(name, list(zip(tasks, rates, strict=True)))

@@ -70,9 +70,12 @@ def register_bytes(name: str = BYTES_TASK, folder: pathlib.Path | None = None) -
 
 
 def _add(name: str, folder: pathlib.Path | None, preprocessors: Any, features: Any) -> None:
-  source = StdlibDocsSource(folder or quickstart_data.data_folder())
-  first = lambda lines: lines.map(lambda line: {"targets": line})  # noqa: E731
-  seqio.TaskRegistry.add(name, source, features, [first, *preprocessors])
+  seqio.TaskRegistry.add(
+    name,
+    source=StdlibDocsSource(folder or quickstart_data.data_folder()),
+    preprocessors=[lambda lines: lines.map(lambda line: {"targets": line}), *preprocessors],
+    output_features=features,
+  )
 
 
 register()

@@ -92,8 +92,13 @@ class ChatTemplate:
 
   def _render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
     try:
-      given = {"messages": messages, "tools": None, "documents": None, **self._variables}
-      return self._template.render(given, add_generation_prompt=add_generation_prompt)
+      return self._template.render(
+        messages=messages,
+        tools=None,
+        documents=None,
+        add_generation_prompt=add_generation_prompt,
+        **self._variables,
+      )
     except Exception as error:  # A template is a program, which may raise anything.
       roles = ", ".join(message["role"] for message in messages)
       raise ValueError(
