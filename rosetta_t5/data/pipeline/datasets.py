@@ -76,9 +76,15 @@ def get_dataset_inner(
   provider = dataset_config.find_checked_task(cfg, converter)
   if num_epochs is None:
     _check_not_empty(cfg, provider, shard_info)
-  order = {"shuffle": cfg.shuffle, "seed": seed, "num_epochs": num_epochs}
-  options = {"shard_info": shard_info, "trim_output_features": cfg.trim_output_features}
-  dataset = dataset_config.read_task(cfg, provider, **order, **options)
+  dataset = dataset_config.read_task(
+    cfg,
+    provider,
+    shuffle=cfg.shuffle,
+    seed=seed,
+    shard_info=shard_info,
+    num_epochs=num_epochs,
+    trim_output_features=cfg.trim_output_features,
+  )
   for preprocess in cfg.runtime_preprocessors or ():
     dataset = preprocess(dataset)
   converter = TaskFeatureConverter(converter, provider.output_features)

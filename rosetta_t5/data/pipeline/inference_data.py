@@ -196,12 +196,16 @@ def _source(examples: Sequence[Example]) -> seqio.FunctionDataSource:
       raise ValueError(
         f"an example must be a text or {{'input': text, 'target': text}}, got {example!r}"[:200]
       )
-  inputs, targets = ([example[name] for example in dicts] for name in ("input", "target"))
+  targets = [example["target"] for example in dicts]
 
   def read(split: str, shuffle_files: bool = False, seed: int | None = None) -> tf.data.Dataset:
-    columns = {"inputs": inputs, "targets": targets, "answers": [[target] for target in targets]}
-    tensors = {name: tf.constant(texts, tf.string) for name, texts in columns.items()}
-    return tf.data.Dataset.from_tensor_slices(tensors)
+    return tf.data.Dataset.from_tensor_slices(
+      {
+        "inputs": tf.constant([example["input"] for example in dicts], tf.string),
+        "targets": tf.constant(targets, tf.string),
+        "answers": tf.constant([[target] for target in targets], tf.string),
+      }
+    )
 
   return seqio.FunctionDataSource(read, splits=["train", "validation"])
 

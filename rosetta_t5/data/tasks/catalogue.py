@@ -71,10 +71,17 @@ def _make_task(new_name: str, name: str, vocabulary: seqio.Vocabulary | None = N
   features = text_features(vocabulary, spec.add_eos)
   if spec.objective == "causal_lm":  # Decoder-only models have no inputs.
     del features["inputs"]
-  as_text = seqio.map_over_dataset(spec.text_format)
-  evaluation = (spec.postprocess, list(spec.metrics))
-  preprocessors = [as_text, *objective_preprocessors(spec.objective)]
-  return CountedTask(new_name, KnownSource(name, spec), features, preprocessors, *evaluation)
+  return CountedTask(
+    new_name,
+    source=KnownSource(name, spec),
+    preprocessors=[
+      seqio.map_over_dataset(spec.text_format),
+      *objective_preprocessors(spec.objective),
+    ],
+    output_features=features,
+    postprocess_fn=spec.postprocess,
+    metric_fns=list(spec.metrics),
+  )
 
 
 @functools.cache

@@ -172,9 +172,12 @@ def _paired_files(folder: str, *names: str) -> LocalFiles:
 def _translation(dataset: str, pair: str) -> TaskSpec:
   """Returns a task that translates from English; `pair` is TFDS's name, such as "de-en"."""
   target = pair.removesuffix("-en")
-  text_format = functools.partial(text_formats.translate, source="en", target=target)
-  files = _paired_files(f"{dataset}/{pair}", "en", target)
-  return TaskSpec(f"{dataset}/{pair}:1.0.0", text_format, files, metrics=(task_metrics.bleu,))
+  return TaskSpec(
+    f"{dataset}/{pair}:1.0.0",
+    functools.partial(text_formats.translate, source="en", target=target),
+    _paired_files(f"{dataset}/{pair}", "en", target),
+    metrics=(task_metrics.bleu,),
+  )
 
 
 _SUPERVISED_TASKS = {
@@ -266,9 +269,13 @@ def _glue_files(name: str, columns: tuple[str, ...], labels: tuple[str, ...]) ->
       splits[f"test_{part}"] = (f"test_{part}*",)
   else:
     splits["validation"] += ("dev*.tsv",)
-  select = functools.partial(_select_glue_texts, columns=columns, labels=labels)
-  convert = functools.partial(_glue_example, label_dtype="int64" if labels else "float32")
-  return LocalFiles(f"glue/{name}", splits, (*columns, "label", "idx"), select, convert)
+  return LocalFiles(
+    folder=f"glue/{name}",
+    splits=splits,
+    select_texts=functools.partial(_select_glue_texts, columns=columns, labels=labels),
+    names=(*columns, "label", "idx"),
+    to_example=functools.partial(_glue_example, label_dtype="int64" if labels else "float32"),
+  )
 
 
 def _glue_task(name: str, version: str) -> TaskSpec:
@@ -277,9 +284,14 @@ def _glue_task(name: str, version: str) -> TaskSpec:
   if labels:
     text_format = functools.partial(text_formats.glue, benchmark=benchmark, labels=labels)
     postprocess = functools.partial(text_formats.label_to_class, label_classes=labels)
-  files, splits = _glue_files(name, columns, labels), ("test",) if name == "ax" else None
-  path, objective = f"glue/{name}:{version}", "seq2seq"
-  return TaskSpec(path, text_format, files, objective, splits, postprocess, metric_fns)
+  return TaskSpec(
+    f"glue/{name}:{version}",
+    text_format,
+    _glue_files(name, columns, labels),
+    splits=("test",) if name == "ax" else None,
+    postprocess=postprocess,
+    metrics=metric_fns,
+  )
 
 
 _GLUE_TASKS = {
