@@ -21,14 +21,14 @@ class Verb(NamedTuple):
 
   Attributes:
     help: what it does, in one line.
-    examples: the arguments of calls that --help shows, one call in each line.
+    examples: the arguments of calls that --help shows.
     arguments: the MODULE:FUNCTION of rosetta_t5 that adds the verb's arguments to a parser, and as
       the default `run` the function that gets their values and returns the exit status. By default it
       is `VERB_arguments` of `run_commands`.
   """
 
   help: str
-  examples: str
+  examples: tuple[str, ...]
   arguments: str = ""
 
 
@@ -38,103 +38,114 @@ WITH_FLAGS = (*_RUNS, *_CHECKS, "inspect", "finetune", "embed")
 VERBS = {
   "train": Verb(
     "Train a model as gin files configure it, or continue its training (python -m t5x.train).",
-    "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100\n--gin_file=my_run.gin --dry_run",
+    (
+      "--gin_file=gin/examples/quickstart.gin --gin.TRAIN_STEPS=100",
+      "--gin_file=my_run.gin --dry_run",
+    ),
   ),
   "finetune": Verb(
     "Finetune a model on rows of a file: choose all settings, write them as a gin file, and train.",
-    "google/flan-t5-small rows.jsonl --inputs '{question}' --targets '{answer}' --out runs/qa\n"
-    "models/t5-small reviews.csv --inputs text --targets label --out runs/labels --dry_run",
+    (
+      "google/flan-t5-small rows.jsonl --inputs '{question}' --targets '{answer}' --out runs/qa",
+      "models/t5-small reviews.csv --inputs text --targets label --out runs/labels --dry_run",
+    ),
     "cli.finetune.command:add_arguments",
   ),
   "eval": Verb(
     "Evaluate the task or the loss of a trained model, or what gin files configure (t5x.eval).",
-    "--model_dir runs/squad --split test\n--model_dir runs/squad --file new_rows.csv",
+    ("--model_dir runs/squad --split test", "--model_dir runs/squad --file new_rows.csv"),
   ),
   "infer": Verb(
     "Write predictions or scores: for texts, for a run's own task, or as gin files configure it.",
-    "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'\n"
-    "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    (
+      "--model_dir runs/squad --input questions.jsonl --template 'question: {question}'",
+      "--gin_file=gin/examples/base_wmt_infer.gin --gin.CHECKPOINT_PATH=\"'runs/wmt'\"",
+    ),
   ),
   "embed": Verb(
     "Write vectors of texts: what a model's encoder computes, as .npy or .parquet.",
-    "--model_dir sentence-transformers/sentence-t5-base --input texts.txt --output vectors.npy\n"
-    "--model_dir runs/squad --input rows.csv --template '{question}' --output vectors.parquet",
+    (
+      "--model_dir sentence-transformers/sentence-t5-base --input texts.txt --output vectors.npy",
+      "--model_dir runs/squad --input rows.csv --template '{question}' --output vectors.parquet",
+    ),
     "cli.embed:add_arguments",
   ),
   "export": Verb(
     "Write a model as a TensorFlow SavedModel and as StableHLO (t5x.export).",
-    "--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",
+    ("--model_dir google/flan-t5-small --output_dir exported/flan --num_decodes 4",),
   ),
   "chat": Verb(
     "Answer messages by a model's chat template, or fill the blanks in sentences that you type.",
-    "quickstart/run\nmodels/llama-3.2-1b-instruct --output_length 256",
+    ("quickstart/run", "models/llama-3.2-1b-instruct --output_length 256"),
     "cli.chat:add_arguments",
   ),
   "serve": Verb(
     "Serve models over HTTP, with the interface of OpenAI's servers.",
-    "--model_dir google/flan-t5-base\n--model_dir runs/base --adapter qa=runs/qa --port 8080",
+    ("--model_dir google/flan-t5-base", "--model_dir runs/base --adapter qa=runs/qa --port 8080"),
     "cli.serve:add_arguments",
   ),
   "check": Verb(
     "Report all errors in gin files, and what they would run; nothing is run.",
-    "my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",
+    ("my_run.gin --gin.MODEL_DIR=\"'runs/mine'\" --devices=64",),
   ),
   "plan": Verb(
     "Estimate the memory, time and traffic of a recipe on GPUs that need not be present.",
-    "gin/examples/xl_pile_pretrain.gin --devices=64 --gpu=h200",
+    ("gin/examples/xl_pile_pretrain.gin --devices=64 --gpu=h200",),
     "plan.plan_command:add_arguments",
   ),
   "compile": Verb(
     "Compile a recipe's step for GPUs that need not be present, and show the program.",
-    "gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",
+    ("gin/examples/xl_pile_pretrain.gin --devices=64 --mesh='{\"fsdp\": 64}' --json=xl.json",),
     "gpu_program.compile_command:add_arguments",
   ),
   "convert": Verb(
     "Write a checkpoint in another layout, and verify that the model is the same.",
-    "google/flan-t5-small runs/flan --to t5x\nruns/squad out --to hf --tokenizer spiece.model",
+    ("google/flan-t5-small runs/flan --to t5x", "runs/squad out --to hf --tokenizer spiece.model"),
     "conversion.convert:add_arguments",
   ),
   "ckpt": Verb(
     "Inspect, compare and verify checkpoints of any layout.",
-    "ls runs/squad\nshow runs/squad\ndiff runs/squad exported\nverify runs/squad --write",
+    ("ls runs/squad", "show runs/squad", "diff runs/squad exported", "verify runs/squad --write"),
     "checkpoints.ckpt_command:add_arguments",
   ),
   "vocab": Verb(
     "Train a vocabulary on your text, or show how one splits a text.",
-    "train --input 'corpus/*.txt' --size 32000 --out my.model\nshow my.model 'some text'",
+    ("train --input 'corpus/*.txt' --size 32000 --out my.model", "show my.model 'some text'"),
     "data.vocabularies.vocab_command:add_arguments",
   ),
   "prepare": Verb(
     "Tokenize text into shards.",
-    "--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",
+    ("--input 'corpus/*.jsonl.zst' --vocab my.model --out corpus_tokens",),
     "data.prepared.prepare:add_arguments",
   ),
   "inspect": Verb(
     "Show a task's batches as text, their statistics and the problems found.",
-    "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model\n"
-    "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
+    (
+      "rows.tsv --inputs 'question: {question}' --targets answer --vocab my.model",
+      "squad_v010_allanswers --tfds_data_dir /data --lengths inputs=512,targets=64 --pack",
+    ),
   ),
   "quickstart": Verb(
     "Pretrain a small T5 on the text of Python's standard library, and finetune it on dates.",
-    "\n--gin.TRAIN_STEPS=200",
+    ("", "--gin.TRAIN_STEPS=200"),
     "cli.quickstart:add_arguments",
   ),
   "report": Verb(
     "Write one HTML page that shows training runs, this package's or T5X's, and compares them.",
-    "runs/small runs/base --out compared.html\nruns/small --follow",
+    ("runs/small runs/base --out compared.html", "runs/small --follow"),
     "run_report.report_command:add_arguments",
   ),
   "bench": Verb(
     "Time a training step on this machine's devices.",
-    "--size base --batch 128\n--size large --batch 64 --fp8 --kernel cudnn --json large.json",
+    ("--size base --batch 128", "--size large --batch 64 --fp8 --kernel cudnn --json large.json"),
     "cli.bench:add_arguments",
   ),
   "doctor": Verb(
-    "Show what is installed, what is missing, and the devices.", "", "cli.doctor:add_arguments"
+    "Show what is installed, what is missing, and the devices.", ("",), "cli.doctor:add_arguments"
   ),
   "completion": Verb(
     "Print a script that makes a shell complete verbs and options.",
-    "bash > ~/.local/share/bash-completion/completions/rosetta-t5",
+    ("bash > ~/.local/share/bash-completion/completions/rosetta-t5",),
     "cli.command:completion_arguments",
   ),
 }
@@ -244,7 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str, with_flags: bool) 
     parser.usage = f"{usage} [--gin.NAME=VALUE …]"
     add_flags(parser, name)
   parser.description = verb.help
-  calls = (f"  rosetta-t5 {name} {example}".rstrip() for example in verb.examples.split("\n"))
+  calls = (f"  rosetta-t5 {name} {example}".rstrip() for example in verb.examples)
   parser.epilog = "\n".join(["examples:", *calls])
 
 

@@ -72,14 +72,23 @@ NAMED = {
 }
 # Modules that define the run functions or register tasks.
 _OTHER_MODULES = (
-  "__gin__.dynamic_registration __main__ jax t5.data.mixtures t5.data.tasks t5x t5x.eval t5x.infer t5x.train "
-  "t5x.contrib.gpu.scripts_gpu.seqio_tasks t5x.scripts_gpu.seqio_tasks"
+  "__gin__.dynamic_registration",
+  "__main__",
+  "jax",
+  "t5.data.mixtures",
+  "t5.data.tasks",
+  "t5x",
+  "t5x.contrib.gpu.scripts_gpu.seqio_tasks",
+  "t5x.eval",
+  "t5x.infer",
+  "t5x.scripts_gpu.seqio_tasks",
+  "t5x.train",
 )
 
 
 # The classes that keep what they get and call none of it.
 _KEEPERS = ("CheckpointConfig", "RestoreCheckpointConfig", "SaveCheckpointConfig")
-IMPORTABLE = frozenset([*CALLED, *NAMED, *_OTHER_MODULES.split()])
+IMPORTABLE = frozenset([*CALLED, *NAMED, *_OTHER_MODULES])
 _ADVICE = "this file may be from elsewhere\n  if you trust it, add --trust"
 
 
