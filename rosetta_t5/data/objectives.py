@@ -287,8 +287,11 @@ def denoise(
     tokens = example["targets"]
     seeds = tf.unstack(tf.random.split(seed, 6))  # T5 splits into six and uses two.
     mask = random_spans_noise_mask(tf.size(tokens), noise_density, seeds[:2], mean_span_length)
-    replace = functools.partial(noise_span_to_unique_sentinel, tokens, vocabulary=vocabulary)
-    return {**example, "inputs": replace(mask), "targets": replace(~mask)}
+    return {
+      **example,
+      "inputs": noise_span_to_unique_sentinel(tokens, mask, vocabulary),
+      "targets": noise_span_to_unique_sentinel(tokens, ~mask, vocabulary),
+    }
 
   return corrupt(dataset)
 

@@ -121,8 +121,7 @@ def make_evaluator(
       "infer_eval/utils.DatasetConfig.pack must be False, because each prediction belongs to one "
       f"example; got True for the task '{cfg.name}'"
     )
-  features = dataset_config.find_checked_task(cfg).output_features
-  converter = TaskFeatureConverter(feature_converter_cls(pack=False), features)
+  provider = dataset_config.find_checked_task(cfg)
   if evaluator_cls is None:
     loggers = [seqio.PyLoggingLogger, seqio.TensorBoardLogger, seqio.JSONLogger]
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
@@ -130,10 +129,14 @@ def make_evaluator(
   with dataset_config.data_errors_named(cfg):
     evaluator = evaluator_cls(
       mixture_or_task_name=cfg.name,
-      feature_converter=converter,
+      feature_converter=TaskFeatureConverter(
+        feature_converter_cls(pack=False), provider.output_features
+      ),
       eval_split=cfg.split,
+      use_cached=cfg.use_cached,
+      seed=cfg.seed,
       sequence_length=cfg.task_feature_lengths,
-      **{name: getattr(cfg, name) for name in ("use_cached", "seed", "use_memory_cache")},
+      use_memory_cache=cfg.use_memory_cache,
       **log_options,
     )
   replace_loggers(evaluator, _without_errors)

@@ -219,12 +219,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   text = "a SentencePiece model, or a folder with tokenizer.json"
   add("--vocab", required=True, metavar="MODEL", help=text)
   add("--out", type=machine_path, required=True, metavar="DIR", help="a new folder to write")
-  text = "the text's column, or a template: '{title} {body}'"
-  add("--text-key", dest="text", default="text", help=text)
+  add("--text-key", default="text", help="the text's column, or a template: '{title} {body}'")
   add("--workers", type=positive_integer, help="number of processes; one per core by default")
   add("--validation-percent", type=percentage, default=1.0, help="size of the validation split")
-  text = "append an end token to each document (causal LM)"
-  add("--append-eos", dest="append_end", action="store_true", help=text)
+  add("--append-eos", action="store_true", help="append an end token to each document (causal LM)")
   add("--dask", metavar="ADDRESS", help="address of a Dask scheduler, or 'local'")
   parser.set_defaults(run=run)
 
@@ -232,10 +230,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
   """Prepares data as the command line specifies; the same command continues one that was killed."""
   terminal.tolerate_lost_output()
-  names = ("text", "validation_percent", "append_end", "workers")
-  options = {name: getattr(arguments, name) for name in names}
-  executor = None if arguments.dask is None else _dask_executor(arguments.dask)
-  manifest = prepare(arguments.input, arguments.vocab, arguments.out, **options, executor=executor)
+  manifest = prepare(
+    arguments.input,
+    arguments.vocab,
+    arguments.out,
+    text=arguments.text_key,
+    validation_percent=arguments.validation_percent,
+    append_end=arguments.append_eos,
+    workers=arguments.workers,
+    executor=None if arguments.dask is None else _dask_executor(arguments.dask),
+  )
   print(f"{arguments.out} is complete:")
   print("\n".join(_summary(manifest)))
   print(_GIN_FILE.format(folder=os.path.abspath(arguments.out)), end="")

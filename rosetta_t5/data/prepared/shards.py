@@ -208,9 +208,13 @@ class _SplitWriter:
       self._path.unlink(missing_ok=True)
       return None
     self._scratch.replace(self._path)
-    counts = {"documents": self._documents, "tokens": self._tokens}
-    size, digest = self._path.stat().st_size, self._digest.hexdigest()
-    return {"file": self._path.name, "bytes": size, **counts, "sha256_of_tokens": digest}
+    return {
+      "file": self._path.name,
+      "bytes": self._path.stat().st_size,
+      "documents": self._documents,
+      "tokens": self._tokens,
+      "sha256_of_tokens": self._digest.hexdigest(),
+    }
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -31,9 +31,11 @@ def glue(example: Example, benchmark: str, labels: Sequence[str]) -> Example:
   columns = sorted(set(example) - {"label", "idx"})
   parts = [part for name in columns for part in (f"{name}:", example[name])]
   label = tf.cast(example["label"], tf.int64)
-  inputs = tf.strings.join([benchmark, *parts], separator=" ")
-  targets = tf.gather(tf.constant([UNLABELLED, *labels]), label + 1)
-  return {"idx": example["idx"], "inputs": inputs, "targets": targets}
+  return {
+    "idx": example["idx"],
+    "inputs": tf.strings.join([benchmark, *parts], separator=" "),
+    "targets": tf.gather(tf.constant([UNLABELLED, *labels]), label + 1),
+  }
 
 
 def stsb(example: Example) -> Example:
@@ -42,9 +44,11 @@ def stsb(example: Example) -> Example:
   The similarity is between 0.0 and 5.0, in steps of 0.2.
   """
   parts = ["stsb sentence1:", example["sentence1"], "sentence2:", example["sentence2"]]
-  inputs = tf.strings.join(parts, separator=" ")
-  targets = tf.strings.as_string(tf.round(example["label"] * 5) / 5, precision=1)
-  return {"inputs": inputs, "targets": targets, "idx": example["idx"]}
+  return {
+    "inputs": tf.strings.join(parts, separator=" "),
+    "targets": tf.strings.as_string(tf.round(example["label"] * 5) / 5, precision=1),
+    "idx": example["idx"],
+  }
 
 
 def squad(example: Example, include_context: bool = True) -> Example:
@@ -58,9 +62,15 @@ def squad(example: Example, include_context: bool = True) -> Example:
   parts = ["squad trivia question:", question]
   if include_context:
     parts = ["question:", question, "context:", context]
-  inputs = tf.strings.regex_replace(tf.strings.join(parts, separator=" "), r"\s+", " ")
-  spaced = {"context": context, "question": question, "answers": answers}
-  return {"inputs": inputs, "targets": answers[0], "id": example["id"], **spaced}
+  text = tf.strings.join(parts, separator=" ")
+  return {
+    "inputs": tf.strings.regex_replace(text, r"\s+", " "),
+    "targets": answers[0],
+    "id": example["id"],
+    "context": context,
+    "question": question,
+    "answers": answers,
+  }
 
 
 def translate(example: Example, source: str, target: str) -> Example:
