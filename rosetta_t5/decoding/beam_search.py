@@ -171,8 +171,9 @@ def beam_search(
     return jnp.any(state.cur_index < last) & can_improve
 
   def step(state: BeamState) -> BeamState:
-    step_inputs = (tokens_to_logits, prompts_BL, eos_id, controls)
-    log_probs_BKV, new_cache = _next_log_probs(state, *step_inputs)
+    log_probs_BKV, new_cache = _next_log_probs(
+      state, tokens_to_logits, prompts_BL, eos_id, controls
+    )
     candidates = _best_continuations(state, log_probs_BKV, prompts_BL, eos_id, pad_id)
     new_state = _select_live(state, candidates, new_cache, cache_offset)
     new_state = _select_finished(new_state, candidates, alpha, state.cur_index + 1)

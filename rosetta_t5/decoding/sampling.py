@@ -122,8 +122,9 @@ def temperature_sample(
   controls = next_token.Controls(
     repetition_penalty, no_repeat_ngram_size, min_length, min_new_tokens, bad_words_ids, pad_id
   )
-  options = (num_decodes, cache_offset, initial_index, decode_rng, pad_id)
-  start = _initial_state(inputs, cache, *options)
+  start = _initial_state(
+    inputs, cache, num_decodes, cache_offset, initial_index, decode_rng, pad_id
+  )
   prompts = start.sequences[:, :-2]
   max_len: int | jax.Array = prompts.shape[1]
   if max_decode_steps is not None:
@@ -141,8 +142,11 @@ def temperature_sample(
   def step(state: SamplingLoopState) -> SamplingLoopState:
     state = change_state(state)
     sample_rng, rng = jax.random.split(state.rng)
-    decoded = (state.cur_index, state.sequences[:, :-2], state.cur_token)
-    logits_BV, new_cache = tokens_to_logits(next_token.DecodingState(*decoded, state.cache))
+    logits_BV, new_cache = tokens_to_logits(
+      next_token.DecodingState(
+        state.cur_index, state.sequences[:, :-2], state.cur_token, state.cache
+      )
+    )
     logits_BV = next_token.apply_controls(
       logits_BV, state.sequences, state.cur_index, prompts, eos_id, controls
     )

@@ -137,8 +137,10 @@ def step(
   """
   is_running_N = state.is_running & is_kept_N
   current_N1 = jnp.take_along_axis(state.tokens, state.position[:, None], axis=1)
-  decoded = (state.position, state.tokens[:, :-1], current_N1)
-  logits_NV, cache = next_logits(next_token.DecodingState(*decoded, cache))
+  sequences = state.tokens[:, :-1]
+  logits_NV, cache = next_logits(
+    next_token.DecodingState(state.position, sequences, current_N1, cache)
+  )
   logits_NV = logits_NV.astype(jnp.float32)
   next_N = state.position + 1
   is_new_N = is_running_N & (next_N >= state.start)

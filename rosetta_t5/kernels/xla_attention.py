@@ -98,6 +98,10 @@ def add_broadcast(
   return x_BHTS + y_1HTS
 
 
+def _add_forward(x_BHTS: Array, y_1HTS: Array) -> tuple[Array, Array]:
+  return x_BHTS + y_1HTS, y_1HTS
+
+
 def _add_backward(y_1HTS: Array, grad_BHTS: Array) -> tuple[Array, Array]:
   grad_1HTS = grad_BHTS
   if y_1HTS.shape[0] < grad_BHTS.shape[0]:
@@ -108,7 +112,7 @@ def _add_backward(y_1HTS: Array, grad_BHTS: Array) -> tuple[Array, Array]:
   return grad_BHTS, jnp.sum(grad_1HTS, shared, keepdims=True) if shared else grad_1HTS
 
 
-add_broadcast.defvjp(lambda x_BHTS, y_1HTS: (x_BHTS + y_1HTS, y_1HTS), _add_backward)
+add_broadcast.defvjp(_add_forward, _add_backward)
 
 
 def cached_attention(

@@ -93,8 +93,9 @@ class BaseTransformerModel(DecodingModel):
         f"loss_chunk_length = {loss_chunk_length}: set it to None"
       )
     if isinstance(loss_normalizing_factor, str):
-      convert = losses.convert_special_loss_normalizing_factor_to_enum
-      loss_normalizing_factor = convert(loss_normalizing_factor)
+      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
+        loss_normalizing_factor
+      )
     self._loss_normalizing_factor = loss_normalizing_factor
 
   @property
@@ -228,8 +229,9 @@ class BaseTransformerModel(DecodingModel):
     if packed:
       return packed
     tokens = ("encoder_input_tokens", "decoder_target_tokens")
-    real = {name: _is_real(batch[name], self.pad_id) for name in tokens if name in batch}
-    return {name: x.astype("int32") for name, x in real.items()}
+    return {
+      name: _is_real(batch[name], self.pad_id).astype("int32") for name in tokens if name in batch
+    }
 
   def score_batch(
     self, params: PyTree, batch: Batch, return_intermediates: bool = False

@@ -24,8 +24,11 @@ from rosetta_t5.networks.layers.stack import CROSS_ATTENTION
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
-_OPTIONAL_FEATURES = tuple(
-  f"{side}_{name}" for name in ("positions", "segment_ids") for side in ("encoder", "decoder")
+_OPTIONAL_FEATURES = (
+  "encoder_positions",
+  "decoder_positions",
+  "encoder_segment_ids",
+  "decoder_segment_ids",
 )
 
 
@@ -116,9 +119,12 @@ class EncoderDecoderModel(BaseTransformerModel):
       prefill_decoder_prompt: whether to write the prompts into the cache.
     """
     ones = jnp.ones_like(decoder_input_tokens)
-    tokens = {"encoder_input_tokens": jnp.ones_like(encoder_input_tokens)}
-    tokens |= {"decoder_input_tokens": ones, "decoder_target_tokens": ones}
-    cache = self._empty_cache(params, **tokens)
+    cache = self._empty_cache(
+      params,
+      encoder_input_tokens=jnp.ones_like(encoder_input_tokens),
+      decoder_input_tokens=ones,
+      decoder_target_tokens=ones,
+    )
     if not prefill_decoder_prompt:
       return cache, None
     lengths_B = jnp.sum(decoder_input_tokens != self.pad_id, axis=1)
@@ -217,9 +223,11 @@ class EncoderDecoderModel(BaseTransformerModel):
     if self.has_experts:
       encoded_BSD, sown = encoded_BSD
     # A function with only `**kwargs` could ignore the index and decode the prompt a second time.
-    can_prefill = has_argument(self.decode_fn, "initial_index")
-    can_prefill = can_prefill and has_argument(self.module.decode, "prefill")
-    arrays = (encoded_BSD, inputs_BS, prompts_BT)
-    cache, index_B = self._compute_kv_cache(params, *arrays, prefill_decoder_prompt=can_prefill)
+    can_prefill = has_argument(self.decode_fn, "initial_index") and has_argument(
+      self.module.decode, "prefill"
+    )
+    cache, index_B = self._compute_kv_cache(
+      params, encoded_BSD, inputs_BS, prompts_BT, prefill_decoder_prompt=can_prefill
+    )
     context = {"encoded_inputs": encoded_BSD, "raw_inputs": inputs_BS}
     return DecodingStart(prompts_BT, cache, index_B, context, sown)

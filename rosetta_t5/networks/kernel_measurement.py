@@ -145,8 +145,11 @@ def attention_cases(
 
 def usable_kernels(cases: Sequence[AttentionCase], device: Any) -> list[str]:
   """Returns the kernels that compute all cases on a device; `xla` is always the first."""
-  refusals = {name: [x.refuses(case, device) for case in cases] for name, x in KERNELS.items()}
-  return [name for name, reasons in refusals.items() if not any(reasons)]
+  return [
+    name
+    for name, kernel in KERNELS.items()
+    if not any(kernel.refuses(case, device) for case in cases)
+  ]
 
 
 def choose_fastest(
