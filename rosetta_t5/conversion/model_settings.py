@@ -88,7 +88,7 @@ def _read_network(plain: Arrays, file: epath.Path, text: str, source: Config) ->
   cls: Any = TransformerConfig if family.IS_DECODER else T5Config
   try:
     sizes = family.sizes(plain)
-  except LookupError:  # It is neither a T5 nor a GPT.
+  except (LookupError, ValueError):  # It is neither a T5 nor a GPT.
     return None
   if not (text or source or not family.IS_DECODER):
     return None  # Weights do not show a decoder's heads.

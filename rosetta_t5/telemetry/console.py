@@ -76,7 +76,7 @@ class Progress(contextlib.ExitStack):
   def report(self, step: int, values: Metrics) -> None:
     """Shows the metrics of the steps up to `step`."""
     if (loss := loss_to_show(values, self._loss_per_token)) is not None:
-      self._losses[1:] = [loss]
+      self._losses = [*self._losses[:1], loss]
     if self._bar is not None:
       self._bar.update(step, text="  ".join(self._loss_cells(values)))
     now = time.monotonic()

@@ -285,6 +285,7 @@ def test_models_that_the_network_does_not_support_are_refused(tmp_path):
       {"activation_function": "elu"},
       "activation_function must be one of 'relu', 'gelu_new', ",
     ),
+    ({"num_heads": 3}, "num_heads must divide 16, the model's width, got 3"),
     (
       {"scale_attn_by_inverse_layer_idx": True},
       "scale_attn_by_inverse_layer_idx must be False, got True",

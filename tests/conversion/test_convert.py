@@ -220,6 +220,14 @@ def test_a_model_with_an_unknown_forward_pass_is_compared_by_its_parameters(tmp_
     verification.compare_arrays(arrays, other)
 
 
+@pytest.mark.slow
+def test_a_t5_without_relative_biases_is_not_written_for_transformers(tmp_path):
+  arrays = {n: x for n, x in read_arrays(MESH_TF).items() if "relpos_bias" not in n}
+  t5x_layouts.write_orbax(tmp_path / "checkpoint_1000", arrays)
+  with pytest.raises(ValueError, match="needs the weights of a T5 with relative biases"):
+    convert.convert(tmp_path / "checkpoint_1000", tmp_path / "hf", "hf")
+
+
 def test_a_decoder_that_is_not_a_gpt_is_refused_for_transformers_with_all_reasons(tmp_path, capsys):
   arrays = {n: x for n, x in read_arrays(MESH_TF).items() if "encoder" not in n}
   t5x_layouts.write_orbax(tmp_path / "checkpoint_1000", arrays)

@@ -192,6 +192,8 @@ def make_config_and_weights(
     ValueError: Transformers has no architecture for the model.
   """
   family = find_family(arrays)
+  if network is None and not family.IS_DECODER:
+    raise ValueError("--to hf needs the weights of a T5 with relative biases, which these are not")
   derived = family.find_model_type(arrays, network, source_config)
   name = model_type or derived
   check_one_of("for this model, --model-type", name, family.MODEL_TYPES)

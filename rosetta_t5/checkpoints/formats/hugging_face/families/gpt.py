@@ -111,10 +111,14 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   """Returns the fields of TransformerConfig for the config.json of a GPT-2 or GPT-Neo and its arrays.
 
   Raises:
-    ValueError: this project's network lacks the activation or the pattern of local layers.
+    ValueError: the number of heads does not divide the width, or this project's network lacks the
+      activation or the pattern of local layers.
   """
   is_neo = config["model_type"] == "gpt_neo"
-  found, heads = sizes(arrays), config["num_heads" if is_neo else "n_head"]
+  entry, found = "num_heads" if is_neo else "n_head", sizes(arrays)
+  width, heads = found["emb_dim"], config.get(entry, 0)
+  if heads not in range(1, width + 1) or width % heads:
+    raise ValueError(f"{entry} must divide {width}, the model's width, got {heads}")
   activation = str(config.get("activation_function", "gelu_new"))
   return {
     **found,

@@ -158,8 +158,14 @@ def _divides_logits(config: Config) -> bool:
 
 
 def sizes(arrays: Arrays) -> dict[str, int]:
-  """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show."""
+  """Returns the fields of T5Config that the shapes of arrays in T5X's plain tree show.
+
+  Raises:
+    ValueError: the model has no relative bias.
+  """
   biases = [array for name, array in arrays.items() if name.endswith("rel_embedding")]
+  if not biases:
+    raise ValueError("the model must have a relative bias, as T5 has, got none")
   heads, buckets = biases[0].shape
   layers = _count_layers(arrays)
   _, heads_width = arrays["target/encoder/layers_0/attention/query/kernel"].shape
