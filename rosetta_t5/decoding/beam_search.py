@@ -150,8 +150,16 @@ def beam_search(
   prompts_BL = jnp.pad(inputs.astype(jnp.int32), padding, constant_values=pad_id)[:, :max_len]
   is_prefilled = initial_index is not None
   live_seqs = beams.add_beam_dim(prompts_BL, num_decodes) if is_prefilled else None
-  sizes = (batch_size, num_decodes, max_len)
-  start = beam_init(*sizes, unfreeze(cache), cache_offset, live_seqs, initial_index, pad_id)
+  start = beam_init(
+    batch_size,
+    num_decodes,
+    max_len,
+    unfreeze(cache),
+    cache_offset,
+    live_seqs,
+    initial_index,
+    pad_id,
+  )
   if initial_index is not None:
     start = start.replace(cur_index=initial_index)
   last = jnp.int32(max_len - 1)
@@ -213,16 +221,23 @@ def _next_log_probs(
     cache=state.cache,
   )
   logits_NV, cache = tokens_to_logits(decoding_state)
-  log_probs_NV = jax.nn.log_softmax(logits_NV.astype(jnp.float32))
-  prompts_NL = beams.flat_batch_beam_expand(prompts_BL, beam_size)
   log_probs_NV = next_token.apply_controls(
-    log_probs_NV, seqs_NL, index_N, prompts_NL, eos_id, controls
+    jax.nn.log_softmax(logits_NV.astype(jnp.float32)),
+    seqs_NL,
+    index_N,
+    beams.flat_batch_beam_expand(prompts_BL, beam_size),
+    eos_id,
+    controls,
   )
   return beams.unflatten_beam_dim(log_probs_NV, batch_size, beam_size), unfreeze(cache)
 
 
 def _best_continuations(
-  state: BeamState, log_probs_BKV: Array, prompts_BL: Array, eos_id: next_token.EndIds, pad_id: int
+  state: BeamState,
+  log_probs_BKV: jax.Array,
+  prompts_BL: jax.Array,
+  eos_id: next_token.EndIds,
+  pad_id: int,
 ) -> _Candidates:
   """Returns the best continuations by one token; in a prompt, the continuation by its token."""
   batch_size, beam_size, vocab = log_probs_BKV.shape
@@ -248,8 +263,12 @@ def _select_live(
   """Returns the state with the best unfinished continuations as live beams."""
   batch_size, beam_size = state.live_logprobs.shape
   unfinished_BC = candidates.log_probs_BC + jnp.where(candidates.ended_BC, NEG_INF_VALUE, 0.0)
-  arrays = (candidates.seqs_BCL, unfinished_BC, candidates.parents_BC)
-  seqs, log_probs, parents = beams.gather_topk_beams(arrays, unfinished_BC, batch_size, beam_size)
+  seqs, log_probs, parents = beams.gather_topk_beams(
+    (candidates.seqs_BCL, unfinished_BC, candidates.parents_BC),
+    unfinished_BC,
+    batch_size,
+    beam_size,
+  )
   if beam_size > 1:  # a single beam is its own parent
     new_cache = beams.flat_cache_gather_beams(new_cache, parents, offset)
   return state.replace(

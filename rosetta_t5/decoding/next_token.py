@@ -133,8 +133,11 @@ def _forbid_ngrams(
 
 
 def _forbid_words(
-  logits_NV: Array, tokens_NL: Array, position_Nx1: Array, words: Sequence[tuple[int, ...]]
-) -> Array:
+  logits_NV: jax.Array,
+  tokens_NL: jax.Array,
+  position_Nx1: jax.Array,
+  words: Sequence[tuple[int, ...]],
+) -> jax.Array:
   vocab = logits_NV.shape[1]
   for word in words:
     if not word or not all(0 <= token < vocab for token in word):
@@ -215,12 +218,10 @@ def float32_bsearch(
   return _as_float(_swap_order(int32_bsearch(batch_shape, on_bits)))
 
 
-# A number, as the masks take it.
-_Number = float | np.ndarray | Float[Array, ""]
-
-
 def topk_mask(
-  x: Float[Array, "*batch vocab"], k: int | Int32[Array, "*#batch"], replace_val: _Number
+  x: Float[Array, "*batch vocab"],
+  k: int | Int32[Array, "*#batch"],
+  replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
   """Returns `x` with all but the k largest entries of each row replaced; ties with the k-th are kept.
 
@@ -240,7 +241,9 @@ def topk_mask(
 
 
 def topp_mask(
-  logits: Float[Array, "*batch vocab"], p: float | Float[Array, "*#batch"], replace_val: _Number
+  logits: Float[Array, "*batch vocab"],
+  p: float | Float[Array, "*#batch"],
+  replace_val: float | np.ndarray | Float[Array, ""],
 ) -> Float[Array, "*batch vocab"]:
   """Returns `logits` with all but the most probable entries, whose total probability is p, replaced.
 

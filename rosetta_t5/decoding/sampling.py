@@ -153,7 +153,7 @@ def temperature_sample(
     logits_BV = change_logits(logits_BV, state)
     sampled = _sample(logits_BV, sample_rng, temperature, topk, topp, rescale_log_probs)
     new_state = _append(
-      state, sampled, max_len, lambda sequences: count_eos(sequences) > eos_in_prompt, pad_id
+      state, *sampled, max_len, lambda sequences: count_eos(sequences) > eos_in_prompt, pad_id
     )
     return new_state.replace(cache=unfreeze(new_cache), rng=rng)
 
@@ -183,11 +183,17 @@ def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> N
 
 
 def _initial_state(
-  inputs_BL: Array, cache: Any, num_decodes: int, offset: int, index_B: Any, rng: Any, pad_id: int
+  inputs_BL: jax.Array,
+  cache: Any,
+  num_decodes: int,
+  offset: int,
+  initial_index_B: Any,
+  rng: Any,
+  pad_id: int,
 ) -> SamplingLoopState:
   """Returns the state before the first step, with each sequence `num_decodes` times."""
-  is_prefilled = index_B is not None
-  index = index_B if is_prefilled else jnp.zeros(inputs_BL.shape[0], jnp.int32)
+  is_prefilled = initial_index_B is not None
+  index = jnp.zeros(inputs_BL.shape[0], jnp.int32) if initial_index_B is None else initial_index_B
   if num_decodes > 1:
     expand = functools.partial(beams.flat_batch_beam_expand, beam_size=num_decodes)
     expand_cache = functools.partial(expand, offset=offset)
@@ -245,10 +251,14 @@ def _log_prob_of(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
 
 
 def _append(
-  state: SamplingLoopState, sampled: tuple[Array, Array], max_len: Any, has_ended: Any, pad_id: int
+  state: SamplingLoopState,
+  tokens_B: jax.Array,
+  log_probs_B: jax.Array,
+  max_len: Any,
+  has_ended: Any,
+  pad_id: int,
 ) -> SamplingLoopState:
   """Returns the state with the tokens, or the prompt's, at the next position; padding after the end."""
-  tokens_B, log_probs_B = sampled
   # A sequence that is full while others are not repeatedly writes to its last position.
   index_B = jnp.minimum(state.cur_index, max_len)
   prompt_B = jnp.take_along_axis(state.sequences, index_B[:, None] + 1, axis=1)[:, 0]

@@ -150,9 +150,11 @@ def step(
   tokens = state.tokens.at[jnp.arange(len(token_N)), next_N].set(token_N)
   has_ended_N = is_new_N & (next_token.is_end(token_N, eos_id) | (next_N + 1 >= state.end))
   is_reported = jnp.any(state.controls.reports_probabilities & state.is_running)
-  goes_on_N = is_running_N & ~has_ended_N
-  position = jnp.where(goes_on_N, next_N, state.position)
-  state = state.replace(tokens=tokens, position=position, is_running=goes_on_N)
+  state = state.replace(
+    tokens=tokens,
+    position=jnp.where(is_running_N & ~has_ended_N, next_N, state.position),
+    is_running=is_running_N & ~has_ended_N,
+  )
   reported = _report(logits_NV, token_N, is_reported)
   return state, cache, StepOutput(token_N, is_new_N, has_ended_N, *reported)
 

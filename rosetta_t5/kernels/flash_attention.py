@@ -108,14 +108,19 @@ def flash_attention(
 
 
 def forward(
-  q: Array, k: Array, v: Array, bias_1HTS: Array | None, segments: Segments, options: FlashOptions
+  q_BTHK: Array,
+  k_BSGK: Array,
+  v_BSGK: Array,
+  bias_1HTS: Array | None,
+  segments: Segments,
+  options: FlashOptions,
 ) -> tuple[Array, tuple]:
   """Returns `flash_attention`, and what `backward` needs: padded inputs, outputs, and the shapes."""
-  inputs = _pad_to_tiles(q, k, v, bias_1HTS, segments)
-  outputs = [("bthk", q.dtype), ("bht", jnp.float32)]
-  o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, k.shape[1], options)
-  residuals = (inputs, o_BTHK, log2_total_BHT, (q.shape, k.shape, bias_1HTS))
-  return o_BTHK[:, : q.shape[1], :, : q.shape[3]], residuals
+  inputs = _pad_to_tiles(q_BTHK, k_BSGK, v_BSGK, bias_1HTS, segments)
+  outputs = [("bthk", q_BTHK.dtype), ("bht", jnp.float32)]
+  o_BTHK, log2_total_BHT = _call("forward", (inputs,), outputs, k_BSGK.shape[1], options)
+  residuals = (inputs, o_BTHK, log2_total_BHT, (q_BTHK.shape, k_BSGK.shape, bias_1HTS))
+  return o_BTHK[:, : q_BTHK.shape[1], :, : q_BTHK.shape[3]], residuals
 
 
 def backward(options: FlashOptions, residuals: tuple, do: Array) -> tuple:

@@ -222,15 +222,20 @@ def _gradient_of_mean_value(
 
 
 def bias_gradient_kernel(
-  x: Inputs, residuals: Residuals, examples: Any, count: Any, dbias_ref: Any, setting: Setting
+  x: Inputs,
+  residuals: Residuals,
+  examples_that_see: Any,
+  number_that_see: Any,
+  dbias_ref: Any,
+  setting: Setting,
 ) -> None:
-  """Computes the gradient of one tile of the bias from the `count` examples that see something of it."""
+  """Computes the gradient of one tile of the bias from the examples that see something of it."""
   t, s = pl.program_id(0), pl.program_id(1)
   bias = x.bias[...]
   positions = None if x.query_positions is None else x.query_positions[...][:, None]
 
   def one_example(number: Array, dbias: Array) -> Array:
-    b = examples[number]
+    b = examples_that_see[number]
     q, k, v = (ref[b] for ref in (x.q, x.k, x.v))
     do, log2_total, delta = (ref[b] for ref in residuals)
     query_segments, key_segments = x.query_segments[b][:, None], x.key_segments[b][None]
@@ -240,7 +245,7 @@ def bias_gradient_kernel(
     return dbias + weights * (plt.dot(do, v, trans_b=True) - delta[:, None])
 
   dbias = jnp.zeros(bias.shape, jnp.float32)
-  dbias = jax.lax.fori_loop(0, count[...], one_example, dbias)
+  dbias = jax.lax.fori_loop(0, number_that_see[...], one_example, dbias)
   dbias_ref[...] = dbias.astype(dbias_ref.dtype)
 
 
