@@ -11,7 +11,7 @@ import pytest
 from transformers_texts import NEW_TOKENS, write_folder
 
 from rosetta_t5 import cli, data
-from rosetta_t5.config.model_file import _copy_vocabulary, _open_inputs
+from rosetta_t5.config.model_file import _copy_vocabulary, _use_copy
 from rosetta_t5.data.pipeline.inference_data import default_preprocessors
 from rosetta_t5.inference.text_inference import InferenceType, TextInference
 from rosetta_t5.trained_model import open_model_dir
@@ -102,7 +102,7 @@ def test_a_copy_of_the_vocabulary_keeps_the_template_and_the_special_tokens(fold
   (tmp_path / "run").mkdir()
   kept = _copy_vocabulary(str(folder), tmp_path / "run")
   folder.rename(tmp_path / "moved")
-  file = _open_inputs(kept, tmp_path / "run")
+  file = _use_copy(tmp_path / "run", kept)
   copy = data.tokenizer_vocabulary(file, shift=shift)
   assert copy.folder.templates == {"default": TEMPLATE}
   assert (copy.eos_id, copy.bos_id, copy.ends_inputs) == (

@@ -29,9 +29,9 @@ if __name__ == "__main__":
   join_processes(True, f"localhost:{port}", process_count=2, process_index=int(index))
   import killed
 
-  from rosetta_t5 import infer
+  from rosetta_t5.inference import infer_fn
   from rosetta_t5.user_errors import exit_on_user_error
 
-  infer.get_infer_fn = with_pauses(infer.get_infer_fn)
+  infer_fn.get_infer_fn = with_pauses(infer_fn.get_infer_fn)
   with exit_on_user_error():
     killed.main(folder, checkpoint)
