@@ -70,8 +70,7 @@ def test_paths_with_the_special_characters_of_urls_are_written_and_read(tmp_path
 
 @pytest.mark.slow
 def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_path):
-  quiet = {"report": lambda _: None}
-  scalable = convert.convert(MESH_TF, tmp_path / "a", "t5x-legacy", tree="scalable", **quiet)
+  scalable = convert.convert(MESH_TF, tmp_path / "a", "t5x-legacy", tree="scalable")
   assert read_arrays(scalable)["target/encoder/encoder/attention/query/kernel"].shape == (
     8,
     2,
@@ -81,7 +80,7 @@ def test_a_conversion_to_the_scalable_tree_and_back_keeps_the_parameters(tmp_pat
   assert run("ckpt", "diff", MESH_TF, scalable) == 1, (
     "the layers share the bias there, and have one each here"
   )
-  encoder = convert.convert(scalable, tmp_path / "b", "hf", encoder_only=True, **quiet)
+  encoder = convert.convert(scalable, tmp_path / "b", "hf", encoder_only=True)
   card = ModelCard.load(encoder / "README.md")
   assert card.data.to_dict() == {
     "library_name": "transformers",
@@ -247,10 +246,9 @@ def test_the_end_token_of_a_run_is_that_of_its_vocabulary_and_mt5_stays_mt5(tmp_
   options = {"model_prefix": str(tmp_path / "own"), "vocab_size": 24, "hard_vocab_limit": False}
   rows = iter(["a text of few words"] * 9)
   sentencepiece.SentencePieceTrainer.train(sentence_iterator=rows, **options)  # its end is token 2
-  quiet = {"report": lambda _: None}
-  own = convert.convert(MESH_TF, tmp_path / "own", "hf", tokenizer=tmp_path / "own.model", **quiet)
+  own = convert.convert(MESH_TF, tmp_path / "own", "hf", tokenizer=tmp_path / "own.model")
   assert json.loads((own / "config.json").read_text())["eos_token_id"] == 2
   mt5 = MESH_TF.parent / "mt5_sharded"
-  checkpoint = convert.convert(mt5, tmp_path / "t5x", "t5x", **quiet)
-  back = convert.convert(checkpoint, tmp_path / "back", "hf", **quiet)
+  checkpoint = convert.convert(mt5, tmp_path / "t5x", "t5x")
+  back = convert.convert(checkpoint, tmp_path / "back", "hf")
   assert json.loads((back / "config.json").read_text())["model_type"] == "mt5"
