@@ -162,9 +162,14 @@ def _train_step_of_functions(
   learning_rate_fn: Any,
   num_microbatches: int | None = None,
   weight_metrics: Any = None,
-  **_: Any,
+  microbatches_at_once: int = 1,
+  pad_id: int = 0,  # the model has it
 ) -> tuple[Any, Metrics]:
-  # The others do not concern T5X's functions: the model has `pad_id`, and microbatches are computed one by one.
+  if microbatches_at_once > 1:
+    raise ValueError(
+      "trainer.Trainer.overlapping_parts must be 1 where functions of t5x.trainer are replaced, got "
+      f"{microbatches_at_once}: T5X's functions compute one microbatch after the other"
+    )
   return train_with_lr(
     state,
     batch,

@@ -271,7 +271,7 @@ def test_runs_learn_the_same_and_differ_by_rounding(capsys, monkeypatch, tmp_pat
     (["--batch", "0"], 2, "argument --batch: must be a positive integer, got '0'"),
     (["--size", "huge"], 2, "argument --size: invalid choice: 'huge'"),
     (["--loss-chunk", "0"], 2, "argument --loss-chunk: must be a positive integer, got '0'"),
-    (["--batch", "3"], 1, "error: --batch must be a multiple of 8, the number of devices, got 3"),
+    (["--batch", "3"], 1, "error: --batch must be a multiple of the 8 devices, got 3"),
     (["--fp8"], 1, "but a cpu has no fp8"),
     (["--kernel", "cudnn"], 1, "error: T5Config.attention_kernel = 'cudnn' needs an NVIDIA GPU"),
   ],

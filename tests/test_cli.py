@@ -45,7 +45,7 @@ def test_help_of_a_verb_shows_its_own_options_and_examples_that_can_be_parsed(na
   shown = capsys.readouterr().out
   assert shown.startswith(f"usage: rosetta-t5 {name} ")
   assert ("--gin.NAME=VALUE" in shown) == (name in WITH_FLAGS)
-  for example in cli.VERBS[name].examples.split("\n"):
+  for example in cli.VERBS[name].examples:
     assert f"\n  rosetta-t5 {name} {example}".rstrip() in shown
     words = shlex.split(example.partition(" > ")[0], comments=True)
     assert callable(cli.parse([*name.split(), *words]).run)

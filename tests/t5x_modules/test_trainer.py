@@ -9,12 +9,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny_models import Bigram, make_batch, make_model, make_state
 
 from t5x import metrics, models, partitioning, trainer
 
 
-def make_trainer(model=None, eval_names=()):
+def make_trainer(model=None, eval_names=(), **options):
   state = make_state(Bigram())
   partitioner = partitioning.PjitPartitioner(num_partitions=1)
   return trainer.Trainer(
@@ -27,6 +28,7 @@ def make_trainer(model=None, eval_names=()):
     rng=jax.random.PRNGKey(0),
     learning_rate_fn=lambda step: jnp.float32(0.1),
     num_microbatches=None,
+    **options,
   )
 
 
@@ -90,3 +92,12 @@ def test_a_trainer_takes_its_steps_with_a_users_replacement_of_a_function_of_t5x
   trained = make_trainer()
   trained.train(iter([make_batch(8)]), 1, start_step=0).result()
   assert not np.array_equal(trained.train_state.params["table"], before)
+
+
+def test_overlapping_parts_are_refused_beside_a_users_function_which_computes_one_part_at_a_time():
+  ours = make_trainer(overlapping_parts=2)
+  with (
+    mock.patch("t5x.trainer.accumulate_grads_microbatched"),
+    pytest.raises(ValueError, match="overlapping_parts must be 1 where functions of t5x"),
+  ):
+    ours.train(iter([make_batch(8)]), 1, start_step=0)
