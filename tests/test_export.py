@@ -249,7 +249,9 @@ def test_a_folder_with_a_subfolder_called_stablehlo_is_not_replaced(checkpoint, 
 
 
 def test_errors_of_task_preprocessors_and_warmup_name_their_requirements(tmp_path):
-  with pytest.raises(ValueError, match="set BATCH_SIZE .export_lib.save.batch_size. and tokenized_inputs = False"):
+  with pytest.raises(
+    ValueError, match=r"set BATCH_SIZE .export_lib.save.batch_size. and tokenized_inputs = False"
+  ):
     create_preprocessor_from_task(None, {}, LENGTHS, model=byte_model(), task_name="none")
   with pytest.raises(ValueError, match="pip install --no-deps tensorflow-serving-api"):
     write_warmup_examples(["x"], str(tmp_path), "tiny", "serving_default", batch_sizes=[1])

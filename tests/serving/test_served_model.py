@@ -320,7 +320,9 @@ def test_prompts_that_do_not_fit_are_refused(serve: Any) -> None:
     assert model.encode("ab") == [*VOCABULARY.encode("ab"), 1]
     with pytest.raises(RequestError, match="1 to 8 tokens, got 41"):
       model.encode("a" * 40)
-    with pytest.raises(RequestError, match="input has token 5000, but tokens are from 0 to") as refused:
+    with pytest.raises(
+      RequestError, match="input has token 5000, but tokens are from 0 to"
+    ) as refused:
       model.encode([3, 5000], "input")
     assert refused.value.field == "input"
     assert model.encode_target("a", "target", must_end=False) == VOCABULARY.encode("a")
