@@ -58,6 +58,7 @@ def test_the_examples_the_share_truncated_and_the_epochs_of_the_steps_are_stated
   assert text.endswith("25 steps are about 8 epochs")  # four inputs fit into a row
 
 
+@pytest.mark.slow
 def test_each_task_of_a_mixture_is_described(cfg: DatasetConfig, tmp_path: pathlib.Path) -> None:
   (tmp_path / "more.csv").write_text("inputs,targets\n" + "a,b\n" * 20)
   like = import_seqio().TaskRegistry.get("rows")

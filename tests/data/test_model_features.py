@@ -30,6 +30,7 @@ def test_the_first_token_of_a_text_is_the_first_input() -> None:
   }
 
 
+@pytest.mark.slow
 def test_later_texts_of_a_packed_row_do_not_see_their_start_token() -> None:
   texts = [{"targets": [5, 6, 7]}, {"targets": [8, 9]}]
   assert row(texts, {"targets": 6}, pack=True) == {

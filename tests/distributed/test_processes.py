@@ -276,6 +276,7 @@ def test_a_process_that_is_killed_is_named_by_the_others():
   assert re.search(r"this run ends because process 1, .*, has died without a message", stderr)
 
 
+@pytest.mark.slow
 def test_the_first_difference_in_the_settings_is_named_with_its_process():
   program = FAULTY.replace("FAULT", "pass").replace(
     "SETTINGS", "return {'TRAIN_STEPS': '6', 'SEED': str(index // 2), 'MODEL_DIR': str(index // 2)}"

@@ -92,6 +92,7 @@ def test_periods_choose_the_layers_that_have_experts(changes, layers):
     assert tuple(found) == expected
 
 
+@pytest.mark.slow
 def test_identical_experts_with_weights_that_add_up_to_1_compute_the_dense_network():
   without_experts = Transformer(dataclasses.replace(EXPERTS, num_experts=0))
   dense, batch = variables(without_experts)["params"], make_batch()

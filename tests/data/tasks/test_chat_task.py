@@ -103,6 +103,7 @@ def test_mixtures_of_conversations_keep_the_weights(vocabulary: Any, rows: str) 
   assert ((shares > 0) & (shares < 0.9)).all()
 
 
+@pytest.mark.slow
 def test_a_second_call_returns_the_task_and_refused_rows_stop_the_run_if_asked(
   vocabulary: Any, rows: str, tmp_path: pathlib.Path
 ) -> None:
