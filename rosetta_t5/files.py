@@ -147,12 +147,14 @@ def write_checksums(folder: epath.PathLike, names: Iterable[str] | None = None) 
 
 
 def verify_checksums(
-  root: epath.PathLike, select: Callable[[str], bool] | None = None, share: tuple[int, int] = (0, 1)
+  folder: epath.PathLike,
+  select: Callable[[str], bool] | None = None,
+  share: tuple[int, int] = (0, 1),
 ) -> bool:
   """Reads the files that checksums.json lists and compares them with it.
 
   Args:
-    root: the folder.
+    folder: the folder.
     select: returns whether the file with a relative name is verified; None for all files.
     share: (n, count) for every `count`-th file from the n-th on, where several processes share the work.
 
@@ -162,7 +164,7 @@ def verify_checksums(
   Raises:
     DamagedFileError: a file is damaged or missing, or checksums.json is damaged.
   """
-  root = epath.Path(root)
+  root = epath.Path(folder)
   file = root / CHECKSUMS_NAME
   if not file.exists():
     return False

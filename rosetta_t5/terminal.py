@@ -172,7 +172,11 @@ def progress_bar(
 
 
 def track(
-  items: Iterable[T], label: str, total: float | None = None, unit: str = "", stream: Any = None
+  items: Iterable[T],
+  label: str,
+  total: float | None = None,
+  unit: str = "",
+  stream: IO[str] | None = None,
 ) -> Generator[T, None, None]:
   """Yields the items, and shows how many have been used; the arguments are those of `progress_bar`."""
   with progress_bar(label, total, unit, stream=stream) as bar:

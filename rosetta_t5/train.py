@@ -146,7 +146,11 @@ def train(
   describe_examples = data.check_examples(train_cfg, get_dataset_fn)
   model, kernel = with_measured_kernel(model, feed.element_spec, partitioner.mesh.shape)
   evaluation = LossEvaluation(
-    train_eval_dataset_cfg, train_eval_get_dataset_fn, eval_steps, model, partitioner
+    cfg=train_eval_dataset_cfg,
+    get_datasets=train_eval_get_dataset_fn,
+    num_batches=eval_steps,
+    model=model,
+    partitioner=partitioner,
   )
   predictions = PredictionEvaluation(
     infer_eval_dataset_cfg, inference_evaluator_cls, model, partitioner, model_dir, verify
@@ -194,7 +198,8 @@ def train(
   flops = flops_of_training(model, params, feed.element_spec)
   restored_from = manager.restored_from if manager is not None else None
   rows = [("examples", text) for text in describe_examples(total_steps - first_step)]
-  rows += [("computes", text) for text in [describe_computation(model, fp8, kernel)] if text]
+  if computation := describe_computation(model, fp8, kernel):
+    rows.append(("computes", computation))
   rows += [("note", text) for text in _header_notes(model, model_dir, trainer)]
   description = console.describe_training(model, params, flops, steps, restored_from, rows)
   terminal.print_line(description)

@@ -29,12 +29,12 @@ _COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 # that is killed during the deletion then leaves no incomplete checkpoint.
 _REMOVED_FOLDER = ".removed"
 # Devices that have the same large array write a part of it each. A slice of a small one takes longer than its part.
-_HANDLERS = ocp.type_handlers.create_type_handler_registry(
+_ARRAY_HANDLERS = ocp.type_handlers.create_type_handler_registry(
   (jax.Array, ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=1 << 20))
 )
 
 
-class _Manager(ocp.CheckpointManager):
+class _OrbaxManager(ocp.CheckpointManager):
   """Orbax's manager. It leaves preemptions to the run, whose listener counts calls instead of steps."""
 
   def reached_preemption(self, step: int) -> bool:
@@ -308,7 +308,9 @@ class OrbaxCheckpointManagerInterface:
     """Returns Orbax's manager. It is created on first use, because it creates the folder."""
     if self._orbax is None:
       # Compression would save 8% of the space, and take three times as long to write and read.
-      handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=_HANDLERS)
+      handler = ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=_ARRAY_HANDLERS
+      )
       saved_items.end_run_if_a_write_fails(handler, self._abandon_save)
       handlers: dict[str, Any] = {checkpoint_folders.STATE_ITEM: handler}
       if self._dataset_iterator is not None:
@@ -331,7 +333,9 @@ class OrbaxCheckpointManagerInterface:
       self.directory.mkdir(parents=True, exist_ok=True)
       if jax.process_index() == 0:
         self._delete_removed()  # Orbax cannot move a checkpoint to the name of one that was left there.
-      self._orbax = _Manager(self.directory.absolute(), item_handlers=handlers, options=options)
+      self._orbax = _OrbaxManager(
+        self.directory.absolute(), item_handlers=handlers, options=options
+      )
     return self._orbax
 
   def _complete_folder(self) -> None:

@@ -194,8 +194,8 @@ def _find_restorable(
 ) -> set[str]:
   """Returns the names of `expected` that can be restored from `stored`.
 
-  `allowed` has the problems that are accepted. If "missing" is one of them, optimizer state that does not match is left out. Otherwise, if nothing but
-  optimizer state differs, all of it is left out.
+  `allowed` says which differences are accepted, "missing" and "unexpected" names. With "missing", optimizer
+  state that does not match is left out. Otherwise, if nothing but optimizer state differs, all of it is left out.
 
   Raises:
     CheckpointMismatchError: there is another difference.

@@ -99,7 +99,10 @@ def _read_network(plain: Arrays, file: epath.Path, text: str, source: Config) ->
     settings |= folder.network_settings(file, source, plain)
   settings |= sizes
   names = {field.name for field in dataclasses.fields(cls)} & settings.keys()
-  return cls(**{n: tuple(x) if isinstance(x := settings[n], list) else x for n in names})
+  try:
+    return cls(**{n: tuple(x) if isinstance(x := settings[n], list) else x for n in names})
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{file}: {error}") from error
 
 
 def _run_settings(file: epath.Path, text: str, name: str) -> dict[str, Any]:

@@ -120,13 +120,18 @@ def denoise_with_mode(
 ) -> Dataset:
   """Applies one of UL2's denoisers, and puts the tokens of its mode before the inputs."""
   mode = output_features["inputs"].vocabulary.encode(denoiser.mode)
-  arguments = (sequence_length, output_features)
-  density, mean = denoiser.density, denoiser.mean_length
-  if mean is None:
-    dataset = prefix_lm(dataset, *arguments, len(mode), density)
+  if denoiser.mean_length is None:
+    dataset = prefix_lm(dataset, sequence_length, output_features, len(mode), denoiser.density)
   else:
-    assert density is not None
-    dataset = span_corruption(dataset, *arguments, mean, density, len(mode))
+    assert denoiser.density is not None
+    dataset = span_corruption(
+      dataset,
+      sequence_length,
+      output_features,
+      mean_noise_span_length=denoiser.mean_length,
+      noise_density=denoiser.density,
+      reserved_for_packing=len(mode),
+    )
 
   def prepend_mode(example: Mapping[str, Any]) -> dict[str, Any]:
     inputs = example["inputs"]

@@ -5,7 +5,6 @@ al. 2016), the last word of a passage (LAMBADA), BLEU and ROUGE. Rates and coeff
 """
 
 import collections
-import inspect
 import math
 import re
 import string
@@ -14,12 +13,31 @@ from typing import Any
 
 import numpy as np
 
+# The names of the metrics that tasks on files may use.
+METRICS = [
+  "accuracy",
+  "bleu",
+  "chrf",
+  "f1_score_with_invalid",
+  "lambada",
+  "macro_f1",
+  "matthews_corrcoef",
+  "next_word",
+  "pearson_corrcoef",
+  "rouge",
+  "sequence_accuracy",
+  "spearman_corrcoef",
+  "squad",
+  "word_perplexity",
+]
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
   """Returns {"accuracy"}: the percentage of predictions that equal their targets."""
+  _check_lengths(targets, predictions)
   equal = [bool(t == p) for t, p in zip(targets, predictions, strict=True)]
   return {"accuracy": 100 * sum(equal) / len(equal)}
 
@@ -41,6 +59,7 @@ def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) ->
 
 def macro_f1(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
   """Returns {"macro_f1"}: the mean of the F1 of each class of the targets; any other prediction is wrong."""
+  _check_lengths(targets, predictions)
   hits = collections.Counter(t for t, p in zip(targets, predictions, strict=True) if t == p)
   wanted, given = collections.Counter(targets), collections.Counter(predictions)
   scores = [2 * hits[label] / (count + given[label]) for label, count in wanted.items()]
@@ -85,7 +104,11 @@ def squad(
   Args:
     targets: all correct answers of each question, or the only one as a text.
     predictions: one answer per question.
+
+  Raises:
+    ValueError: the lengths differ, or there are no questions.
   """
+  _check_lengths(targets, predictions)
   references = [[answers] if isinstance(answers, str) else answers for answers in targets]
 
   def mean_of_best(score: Callable[[str, str], float]) -> float:
@@ -121,6 +144,7 @@ def word_perplexity(targets: Sequence[str], scores: Sequence[float]) -> dict[str
     targets: the target words, which are only counted.
     scores: log p(target) of each target, summed over its tokens.
   """
+  _check_lengths(targets, scores)
   return {"perplexity": math.exp(-sum(scores) / len(scores))}
 
 
@@ -197,10 +221,14 @@ def _f1(target: str, prediction: str) -> float:
   return 2 * precision * recall / (precision + recall)
 
 
+def _check_lengths(targets: Sequence[object], predictions: Sequence[object]) -> None:
+  if len(targets) != len(predictions) or not len(targets):
+    raise ValueError(
+      "a metric needs one prediction for each target, and at least one, got "
+      f"{len(targets)} targets and {len(predictions)} predictions"
+    )
+
+
 def _split_sentences(text: str) -> str:
   """Puts each sentence on a line, as rougeLsum needs. In tokenized data, " . " ends a sentence."""
   return text.replace(" . ", " .\n")
-
-
-# The names that tasks on files may use: those of the functions above that are not private.
-METRICS = [n for n, each in sorted(globals().items()) if inspect.isfunction(each) and n[0] != "_"]

@@ -222,7 +222,9 @@ class LossEvaluation:
       for name, dataset in self._datasets.result().items():
         cfg = dataclasses.replace(self.cfg, mixture_or_task_name=name)
         limit = data.token_limit(self.model)
-        feed = data.prepare_train_iter(dataset, self.partitioner, None, layout, cfg, limit, False)
+        feed = data.prepare_train_iter(
+          dataset, self.partitioner, None, layout, cfg, limit, is_training=False
+        )
         stack.callback(feed.close)
         batches = distributed.until_interrupted(feed)
         tracked[name] = terminal.track(batches, f"evaluating {name}", self.num_batches, "batches")

@@ -193,7 +193,10 @@ def _dimension_numbers(x_NI: jax.Array) -> tuple:
 def _transformer_engine_matmul(recipe: str) -> Matmul:
   """Returns Transformer Engine's matmul."""
   if importlib.util.find_spec("transformer_engine") is None:
-    raise ValueError("Transformer Engine is not installed: set backend = 'native' (te_helper)")
+    raise ValueError(
+      "te_helper.TransformerEngineConfig.backend = 'te', but Transformer Engine is not installed: "
+      "set backend = 'native', or pip install transformer-engine[jax] (it builds with CUDA)"
+    )
   from transformer_engine.common import recipe as recipes
   from transformer_engine.jax.flax import make_dot_general_cls
 

@@ -247,7 +247,7 @@ class Pipeline:
     specs = jax.tree.map(lambda dim: PartitionSpec(*[None] * dim, batch_axes), self.batch_dims)
     mapped = jax.shard_map(
       self._run_stage,
-      in_specs=(on_stages, on_replicas, (on_stages, PartitionSpec()), specs, PartitionSpec()),
+      in_specs=(on_stages, on_replicas, on_stages, PartitionSpec(), specs, PartitionSpec()),
       out_specs=specs.activations,
       # All batch axes are manual, so that XLA sums gradients and gathers fsdp's shards once per step
       # instead of once per tick.
@@ -255,17 +255,20 @@ class Pipeline:
       check_vma=False,
     )
     stage, replica = (jnp.arange(n, dtype=jnp.int32) for n in (self.schedule.stages, replicas))
-    result: jax.Array = mapped(stage, replica, (params, keys), batch, shared)
+    result: jax.Array = mapped(stage, replica, params, keys, batch, shared)
     return result
 
   def _run_stage(
-    self, stage: jax.Array, replica: jax.Array, layers: PyTree, batch: StageInput, shared: PyTree
+    self,
+    stage_1: jax.Array,
+    replica_1: jax.Array,
+    params: PyTree,
+    keys: PyTree,
+    batch: StageInput,
+    shared: PyTree,
   ) -> jax.Array:
-    """Returns the activations of this device's part of the batch after all layers.
-
-    `stage` and `replica` are [1], and `layers` are parameters and keys.
-    """
-    (params, keys), schedule, index = layers, self.schedule, stage[0]
+    """Returns the activations of this device's part of the batch after all layers."""
+    schedule, index = self.schedule, stage_1[0]
     layers = (
       jax.tree.map(lambda p: _chunks_by_round(p, index, schedule), params),
       jax.tree.map(
@@ -276,7 +279,7 @@ class Pipeline:
     queue = jax.tree.map(split, batch, self.batch_dims)
     nothing = jax.tree.map(lambda array: jnp.zeros_like(array[0]), queue)
     outputs = jnp.zeros((schedule.stages, *queue.activations.shape), queue.activations.dtype)
-    tick = functools.partial(_tick, self, _Stage(index, replica[0], layers, queue, shared))
+    tick = functools.partial(_tick, self, _Stage(index, replica_1[0], layers, queue, shared))
     ticks = jnp.arange(schedule.ticks, dtype=jnp.int32)
     flow, _ = jax.lax.scan(tick, _Flow(nothing, nothing, outputs), ticks)
     # The last stage sends each part of the batch to the device that continues with it.

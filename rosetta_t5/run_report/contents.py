@@ -209,7 +209,7 @@ def _state(run: Run, now: float) -> str:
 
 
 def _evaluation(run: Run) -> tuple[str, tuple[str, str, str]]:
-  """Returns the first metric of the run's own task: a clause about its best value, and a number of `summarize`."""
+  """Returns the first metric of the run's own task: a clause about its best value, and its row of "numbers"."""
   for group, tag in _evaluated_metrics(run):
     series = drop_repeated_steps(run.series[group][tag])
     series = series.take(np.isfinite(series.values))

@@ -1,4 +1,4 @@
-"""OpenAI's interface: the fields of requests, a few of them ours, with the condition of each, and the objects that answer."""
+"""OpenAI's interface: the fields of requests (a few are this project's own) with their conditions, and the responses."""
 
 import base64
 import dataclasses

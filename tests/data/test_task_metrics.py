@@ -160,6 +160,14 @@ def test_lambada_compares_the_first_word() -> None:
   assert task_metrics.lambada(["Bob", "home"], ['bob," he said', "house"]) == {"accuracy": 50.0}
 
 
+@pytest.mark.parametrize(
+  "metric", [task_metrics.squad, task_metrics.accuracy, task_metrics.lambada]
+)
+def test_a_metric_without_predictions_is_refused(metric: Any) -> None:
+  with pytest.raises(ValueError, match="got 0 targets and 0 predictions"):
+    metric([], [])
+
+
 def test_the_next_word_is_compared_exactly_but_without_following_punctuation() -> None:
   targets = ["Bob", "home", "don't", '"army', "Bob", "win"]
   predictions = ["Bob,” he said", " home.", "don't you", '"army"', "bob", "winning"]

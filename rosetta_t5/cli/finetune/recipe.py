@@ -107,7 +107,9 @@ def _section(name: str, lines: Sequence[Choice | str]) -> list[str]:
   return [f"\n# {name}.", *map(str, lines)]
 
 
-def _model_choices(options: Any, model: Any, checkpoint: str, device: str) -> list[Choice]:
+def _model_choices(
+  options: argparse.Namespace, model: Any, checkpoint: str, device: str
+) -> list[Choice]:
   """Returns where the model and its schedule begin, its precision, and its loss."""
   from rosetta_t5.checkpoints import is_hugging_face
   from rosetta_t5.checkpoints.checkpoint_folders import step_of

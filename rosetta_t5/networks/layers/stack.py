@@ -24,8 +24,14 @@ from rosetta_t5.networks.other_networks import setting_of
 CROSS_ATTENTION = "cross_attention"
 
 # The collections of variables that layers may have besides parameters.
-_COLLECTIONS: tuple[str, ...] = ("cache", "intermediates", CROSS_ATTENTION)
-_COLLECTIONS += (PRECOMPUTED, OVERWRITE_WITH_GRADIENT, KFAC_FACTORS)
+_COLLECTIONS = (
+  "cache",
+  "intermediates",
+  CROSS_ATTENTION,
+  PRECOMPUTED,
+  OVERWRITE_WITH_GRADIENT,
+  KFAC_FACTORS,
+)
 
 _SAVE = jax.checkpoint_policies
 # T5X's three policies, then JAX's own names.

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Rate, near_hint
 from rosetta_t5.networks.layers.matmuls import KFAC_FACTORS
 from rosetta_t5.training.optimizers import matrices
-from rosetta_t5.training.optimizers.matrices import Factors, MatrixDims
+from rosetta_t5.training.optimizers.matrices import MatrixDims
 from rosetta_t5.training.optimizers.optimizer_def import StepLoss, axes_like, path_name
 
 PyTree = Any
@@ -334,9 +334,13 @@ def _kernel_dims(params: PyTree, param_axes: PyTree | None, skip_layers: Sequenc
 def _by_layer(factors: PyTree) -> dict[str, Any]:
   """Returns the factors as a variable collection: those of `…/NAME/kernel` in the module `…/NAME`."""
   flat = flatten_dict(unfreeze(factors))
-  pairs = [(path, side) for path in flat for side in Factors._fields]
-  variables = {(*path[:-1], side): getattr(flat[path], side) for path, side in pairs}
-  return unflatten_dict({path: value for path, value in variables.items() if value is not None})
+  variables = {
+    (*path[:-1], side): value
+    for path, sides in flat.items()
+    for side, value in sides._asdict().items()
+    if value is not None
+  }
+  return unflatten_dict(variables)
 
 
 def _damped_inverse(factor: jax.Array, damping: float) -> jax.Array:

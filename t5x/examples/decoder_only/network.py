@@ -36,7 +36,12 @@ class DecoderLayer(nn.Module):
     prefill_lengths: jax.Array | None = None,
   ) -> jax.Array:
     """Returns the layer's output, [batch, length, features] as the inputs."""
-    modes: Any = {"deterministic": deterministic, "decode": decode, "prefill": prefill}
-    modes |= {"prefill_lengths": prefill_lengths, "cache_length": max_decode_length}
-    options = LayerInputs(decoder_mask, **modes)
+    options = LayerInputs(
+      visible=decoder_mask,
+      deterministic=deterministic,
+      decode=decode,
+      cache_length=max_decode_length,
+      prefill=prefill,
+      prefill_lengths=prefill_lengths,
+    )
     return call_block(self, "decoder", inputs, options)

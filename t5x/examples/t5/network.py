@@ -65,7 +65,12 @@ class DecoderLayer(nn.Module):
     max_decode_length: int | None = None,
   ) -> jax.Array:
     """Returns the layer's output, [batch, length, features] as the inputs."""
-    modes: Any = {"deterministic": deterministic, "decode": decode}
-    modes |= {"encoded": encoded, "cache_length": max_decode_length}
-    options = LayerInputs(decoder_mask, cross_visible=encoder_decoder_mask, **modes)
+    options = LayerInputs(
+      visible=decoder_mask,
+      cross_visible=encoder_decoder_mask,
+      encoded=encoded,
+      deterministic=deterministic,
+      decode=decode,
+      cache_length=max_decode_length,
+    )
     return call_block(self, "decoder", inputs, options)

@@ -269,7 +269,10 @@ def _check_shapes(
 ) -> None:
   found = {kind: tensor.shape for kind, tensor in group.items()}
   if found != expected:
-    raise ValueError(f"{name} must have tensors of {dict(expected)} in this base, got {found}")
+    raise ValueError(
+      f"the tensors of {name} must have the shapes {dict(expected)} for this base, got {found}: the adapter "
+      "belongs to another base, or the file is incomplete"
+    )
 
 
 def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -79,14 +79,13 @@ def has(arrays: Arrays) -> bool:
 
 def weight_table(config: Config) -> list[WeightMapping]:
   """Returns all weights, by the names in a model with an output layer."""
-  is_neo = (
-    config["model_type"] == "gpt_neo"
-  )  # whose matrices are [out, in], and some of which have no bias
+  model_type = config["model_type"]
+  is_neo = model_type == "gpt_neo"  # whose matrices are [out, in], and some of which have no bias
   table = [WeightMapping("wte.weight", (EMBEDDING,)), WeightMapping("wpe.weight", (_POSITIONS,))]
   for theirs, ours in _NORMS.items():
     table.append(WeightMapping(f"{theirs}.weight", (f"{ours}/scale",)))
     table.append(WeightMapping(f"{theirs}.bias", (f"{ours}/bias",)))
-  matrices = _MATRICES[config["model_type"]] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
+  matrices = _MATRICES[model_type] | {"mlp.c_fc": ("mlp/wi",), "mlp.c_proj": ("mlp/wo",)}
   for name, parts in matrices.items():
     kernels, biases = (tuple(f"{_LAYER}/{x}/{kind}" for x in parts) for kind in ("kernel", "bias"))
     table.append(WeightMapping(f"h.{{n}}.{name}.weight", kernels, is_neo))
@@ -162,9 +161,8 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   head = weights.pop("lm_head.weight", None)
   # Without its output layer, a GPT is saved without the prefix.
   weights = {f"{_PREFIX}{name.removeprefix(_PREFIX)}": x for name, x in weights.items()}
-  if head is not None and not name_tables.are_equal(
-    head, weights.get(f"{_PREFIX}wte.weight", head)
-  ):
+  table = weights.get(f"{_PREFIX}wte.weight")
+  if head is not None and table is not None and not name_tables.are_equal(head, table):
     raise ValueError("lm_head.weight must equal wte.weight: this project's GPTs have tied tables")
   arrays = name_tables.from_transformers(weights, weight_table(config), model_type)
   if not config.get(name_tables.PADDING_IS_TOKEN_0):
@@ -187,9 +185,8 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
     ValueError: the weights are not those of a GPT, or the network's settings are not known.
   """
   layers = range(name_tables.count_layers(arrays, "target/decoder/layers_"))
-  names = {
-    x.format(n=n) for row in weight_table({"model_type": "gpt2"}) for x in row.ours for n in layers
-  }
+  table = weight_table({"model_type": "gpt2"})
+  names = {x.format(n=n) for row in table for x in row.ours for n in layers}
   if differing := names ^ arrays.keys():
     raise ValueError(
       "a decoder is written as GPT-2 or GPT-Neo, which have learned positions, layer norms, biases and one "

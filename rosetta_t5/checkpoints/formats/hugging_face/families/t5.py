@@ -325,7 +325,10 @@ def _expert_entries(arrays: Arrays, network: T5Config) -> dict[str, Any]:
     return {}
   layers = _count_layers(arrays)
   if network.router != "switch" or network.normalize_expert_weights:
-    raise ValueError("a Switch Transformer has router = 'switch', without normalize_expert_weights")
+    raise ValueError(
+      "Transformers' Switch Transformer needs router = 'switch' and normalize_expert_weights = None, got "
+      f"{network.router!r} and {network.normalize_expert_weights}"
+    )
   return {
     **{f"{side}_sparse_step": step for side, (_, step) in expert_layers.items()},
     **{f"num_sparse_{side}_layers": layers[side] // x for side, (_, x) in expert_layers.items()},
