@@ -172,14 +172,10 @@ def progress_bar(
 
 
 def track(
-  items: Iterable[T],
-  label: str,
-  total: float | None = None,
-  unit: str = "",
-  stream: IO[str] | None = None,
+  items: Iterable[T], label: str, *arguments: Any, **options: Any
 ) -> Generator[T, None, None]:
-  """Yields the items, and shows how many have been used; the arguments are those of `progress_bar`."""
-  with progress_bar(label, total, unit, stream=stream) as bar:
+  """Yields the items, and shows how many have been used; the other arguments are those of `progress_bar`."""
+  with progress_bar(label, *arguments, **options) as bar:
     for item in items:
       yield item
       bar.advance()

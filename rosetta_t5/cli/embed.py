@@ -70,7 +70,7 @@ def _embed(options: argparse.Namespace) -> int:
   pooling = folder.pooling if folder else options.pooling or "mean"
   texts = [row.example["input"] if row.example else "" for row in rows]
   computed = _compute(model, texts, lengths, options.batch_size, pooling)
-  found = dict(terminal.track(computed, "embedding", len(texts), "texts", sys.stderr))
+  found = dict(terminal.track(computed, "embedding", len(texts), "texts", stream=sys.stderr))
   vectors = [np.atleast_2d(found[index]) for index in range(len(texts))]  # of each text
   vectors_ND = np.concatenate(vectors)
   for step in folder.steps if folder else ():
