@@ -18,6 +18,7 @@ from rosetta_t5.data.pipeline.inference_data import InferenceData
 from rosetta_t5.distributed import Watchdog
 from rosetta_t5.inference import infer_fn as inference
 from rosetta_t5.inference import result_files
+from rosetta_t5.inference.infer_fn import InferFn
 from rosetta_t5.models import BaseModel
 from rosetta_t5.out_of_memory import INFERENCE, explain_out_of_memory
 from rosetta_t5.parallel import BasePartitioner
@@ -171,10 +172,7 @@ def infer(
 
 
 def _infer_task(
-  infer_fn: inference.InferFn,
-  chunks: Iterator[Any],
-  write_chunk: Callable[..., None],
-  watchdog: Watchdog,
+  infer_fn: InferFn, chunks: Iterator[Any], write_chunk: Callable[..., None], watchdog: Watchdog
 ) -> None:
   """Computes the results of the chunks; each is written while the next is computed."""
   writer = result_files.FailFastThreadPoolExecutor(max_workers=1)

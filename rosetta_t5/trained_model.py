@@ -89,7 +89,8 @@ def read_run(
   """
   if "--dry_run" in flags:
     raise config.ConfigError("--dry_run describes what gin files would run: leave --model_dir out")
-  path, config_file, restore_cfg = find_recipe(model_dir)
+  path, config_file = find_recipe(model_dir)
+  restore_cfg = _select_checkpoint(model_dir)
   recipe = _read_recipe(config_file, flags, trust, used)
   if config_file == path:
     checkpoints.add_prompt(recipe["model"], *restore_cfg.paths())
@@ -138,7 +139,7 @@ def read_model_recipe(
     ValueError: there is no such folder, model or checkpoint, or it is of another kind.
     SystemExit: config.gin cannot be built; the error has been printed.
   """
-  path, file, restore_cfg = find_recipe(model_dir)
+  path, file = find_recipe(model_dir)
   flags = [flag for flag in flags if not flag.startswith(("--gin.", "--gin_"))]
   parts = [f"--gin_file={RUN_PART}"] if file == path else []
   with temporary_run_function(train), limited_to_list(not trust):
@@ -154,40 +155,45 @@ def read_model_recipe(
   # gin needs the first import, which is a switch.
   lines = [s.format() for s in imports if s.bound_name() in {"dynamic_registration", *used}]
   lines += [f"{binding.name} = {binding.value!r}" for binding in bindings]
-  _, (checkpoint, *_) = checkpoints.find_checkpoints([restore_cfg])
+  _, (checkpoint, *_) = checkpoints.find_checkpoints([_select_checkpoint(model_dir)])
   return run, checkpoint, "\n".join(dict.fromkeys(lines))
 
 
-def find_recipe(
-  model_dir: str | os.PathLike[str],
-) -> tuple[pathlib.Path, pathlib.Path, checkpoints.RestoreCheckpointConfig]:
-  """Returns a model's folder, its config.gin (a Hugging Face folder itself), and its checkpoint.
+def find_recipe(model_dir: str | os.PathLike[str]) -> tuple[pathlib.Path, pathlib.Path]:
+  """Returns a model's folder and its config.gin (a Hugging Face folder itself); of a PEFT folder, its base's.
 
-  Those of a PEFT folder are its base's, but it is the checkpoint itself.
+  Raises:
+    ValueError: there is no such folder, or it is of another kind.
   """
   path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
   if not path.is_dir():
     siblings = {*os.listdir(path.parent)} - {path.name} if path.parent.is_dir() else ()
     raise ValueError(f"There is no folder {model_dir}{near_hint(path.name, siblings)}: {_ADVICE}")
   if checkpoints.is_peft(path):
-    base, file, restore_cfg = find_recipe(checkpoints.find_base(path))
-    return base, file, dataclasses.replace(restore_cfg, path=os.fspath(path))
-  # The folder is a MODEL_DIR, or a checkpoint in one.
-  files = (path / "config.gin", path.parent / "config.gin")
-  config_file = next(filter(pathlib.Path.is_file, files), None)
-  restore_cfg = checkpoints.RestoreCheckpointConfig(os.fspath(path), mode="specific")
+    return find_recipe(checkpoints.find_base(path))
   if checkpoints.is_hugging_face(path):
-    # for added tokens
-    return path, path, dataclasses.replace(restore_cfg, resize_vocabulary=True)
-  if config_file is None:
-    raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
-  if config_file.parent == path:
-    best, value = checkpoints.best_checkpoint(path)
-    where = {"path": os.fspath(best)} if best else {"mode": "latest"}
-    restore_cfg = dataclasses.replace(restore_cfg, **where)
-    if best and best.name != f"checkpoint_{checkpoints.latest_step(path)}":
-      print(f"note: {best} is the best of the run, with {value}, not the latest", file=sys.stderr)
-  return path, config_file, restore_cfg
+    return path, path
+  # The folder is a MODEL_DIR, or a checkpoint in one.
+  for file in (path / "config.gin", path.parent / "config.gin"):
+    if file.is_file():
+      return path, file
+  raise ValueError(f"There is no {path / 'config.gin'}: {_ADVICE}")
+
+
+def _select_checkpoint(model_dir: str | os.PathLike[str]) -> checkpoints.RestoreCheckpointConfig:
+  """Returns the checkpoint of a model that `find_recipe` has found, and says if it is not a run's latest."""
+  path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
+  if checkpoints.is_peft(path):
+    of_base = _select_checkpoint(checkpoints.find_base(path))
+    return dataclasses.replace(of_base, path=os.fspath(path))
+  is_hugging_face = checkpoints.is_hugging_face(path)
+  is_run = not is_hugging_face and (path / "config.gin").is_file()
+  best, value = checkpoints.best_checkpoint(path) if is_run else (None, "")
+  if best and best.name != f"checkpoint_{checkpoints.latest_step(path)}":
+    print(f"note: {best} is the best of the run, with {value}, not the latest", file=sys.stderr)
+  mode = "latest" if is_run and not best else "specific"
+  cfg = checkpoints.RestoreCheckpointConfig(os.fspath(best or path), mode)
+  return dataclasses.replace(cfg, resize_vocabulary=is_hugging_face)  # for added tokens
 
 
 def _read_gin(

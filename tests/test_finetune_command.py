@@ -176,8 +176,11 @@ def test_a_run_is_finetuned_with_its_model_and_without_its_data(finished, given,
   chosen = settings_of(out)
   assert re.search(r"note: .* [1-9]\S*% of the inputs truncated", errors)
   assert re.search(r"note: TRAIN_STEPS = 200: \S+ epochs; 3 epochs would be only \d+ steps", errors)
-  assert f"checkpoint_{latest} is the best of the run, with accuracy" in errors
+  assert errors.count(f"checkpoint_{latest} is the best of the run, with accuracy") == 1
   assert chosen["INITIAL_CHECKPOINT_PATH"] == f"'{folder}/checkpoint_{latest}'"
+  # It is also said once by a command that looks for the template of the run first.
+  _, _, errors = call("infer", "--model_dir", folder, "--input", given / "rows.csv")
+  assert errors.count("is the best of the run") == 1
   assert chosen["data.file_task.metrics"] == "['squad']"
   assert chosen["trainer.EarlyStoppingAction.metric"] == "('rows', 'f1')"
   assert "stats_period" not in out

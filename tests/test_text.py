@@ -105,7 +105,7 @@ def echo_model(monkeypatch):
 
   monkeypatch.setattr("rosetta_t5.trained_model.open_model_dir", lambda *arguments: model)
   monkeypatch.setattr(
-    "rosetta_t5.trained_model.find_recipe", lambda path: (path, pathlib.Path(path), None)
+    "rosetta_t5.trained_model.find_recipe", lambda path: (path, pathlib.Path(path))
   )
   monkeypatch.setattr("rosetta_t5.inference.text_inference.TextInference", EchoInference)
   return model

@@ -120,7 +120,7 @@ def recorded_template(model_dir: str) -> str | None:
   from rosetta_t5.config.language.statements import Macro, read_program
   from rosetta_t5.trained_model import find_recipe
 
-  _, file, _ = find_recipe(model_dir)
+  _, file = find_recipe(model_dir)
   bindings = read_program([os.fspath(file)] if file.is_file() else []).effective_bindings()
   binding = bindings.get(("", "file_task", "inputs"))
   value = binding and binding.value
