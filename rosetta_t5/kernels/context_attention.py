@@ -28,7 +28,7 @@ def context_attention(
   q_BTHK: Float[Array, "B T H K"],
   k_BSGK: Float[Array, "B S G K"],
   v_BSGK: Float[Array, "B S G K"],
-  bias_1HTS: Float[Array, "1 H T _"] | None,
+  bias_1HTS: Float[Array, "1 _ _ _"] | None,
   segments: Segments,
   axis: str,
   options: FlashOptions,
@@ -41,7 +41,7 @@ def context_attention(
     q_BTHK: this device's queries.
     k_BSGK: this device's keys.
     v_BSGK: this device's values.
-    bias_1HTS: the bias of this device's queries for all keys; if heads are split, that of its heads.
+    bias_1HTS: the bias of this device's queries for all keys; if heads are split, of all queries for its heads.
     segments: those of all queries and all keys.
     axis: the mesh axis that splits the positions.
     options: what else is computed.

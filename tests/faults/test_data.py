@@ -86,7 +86,7 @@ TRAIN_PREPARED = """$TRAIN --gin.MODEL_DIR="'new'" --gin.train_script.train.trai
   --gin.VOCABULARY=@seqio.SentencePieceVocabulary\\(\\) --gin.seqio.SentencePieceVocabulary.extra_ids=100 \\
   --gin.seqio.SentencePieceVocabulary.sentencepiece_model_file="'tokens/vocabulary.model'" """
 OTHER_VOCABULARY = """train_vocabulary() {
-  rosetta-t5 vocab train --input "$1" --text '{question} {answer}' --size 40 --out "$2" > log.txt
+  rosetta-t5 vocab train --input "$1" --text-key '{question} {answer}' --size 40 --out "$2" > log.txt
 }
 train_vocabulary rows.jsonl v.model
 sed 's/is/su/; s/What/Whom/; s/and/plus/' rows.jsonl > other.jsonl; train_vocabulary other.jsonl other.model

@@ -20,8 +20,8 @@ _WRITE_AT_0 = "printf '{}' | dd of=hf/model.safetensors conv=notrunc status=none
 _IN_HEADER = _HF + "LC_ALL=C sed -i '1s/{}/{}/' hf/model.safetensors; "
 _FLIP_A_WEIGHT = "flip hf/model.safetensors $(($(stat -c %s hf/model.safetensors) - 1000)); "
 _PREPARE = """
-rosetta-t5 vocab train --input rows.jsonl --text '{question}' --size 60 --out v.model > log.txt &&
-rosetta-t5 prepare --input rows.jsonl --text '{question}' --vocab v.model --out tokens > log.txt
+rosetta-t5 vocab train --input rows.jsonl --text-key '{question}' --size 60 --out v.model > log.txt &&
+rosetta-t5 prepare --input rows.jsonl --text-key '{question}' --vocab v.model --out tokens > log.txt
 """
 
 FAULTS = [

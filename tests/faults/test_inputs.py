@@ -190,7 +190,7 @@ FAULTS = [
 import pyarrow, pyarrow.parquet
 rows = {'question': [b'1 and %d' % i for i in range(50)] + [bytes([255])] * 9, 'answer': ['1'] * 59}
 pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab train \\
-      --input r.parquet --text question --size 20 --out v.model; rosetta-t5 vocab show v.model '1 and 2'""",
+      --input r.parquet --text-key question --size 20 --out v.model; rosetta-t5 vocab show v.model '1 and 2'""",
     "line 51: question contains a NUL character or is not text in UTF-8.*1 and 2",
     status=0,
     unexpected="Traceback|\u2047",
@@ -223,7 +223,7 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
       "error: --out rows.jsonl exists",
       status=0,
     )
-    for command in ("report run", "vocab train --input rows.jsonl --text question --size 60")
+    for command in ("report run", "vocab train --input rows.jsonl --text-key question --size 60")
   ],
   Fault(
     "the report's name is a folder", "rosetta-t5 report run --out run", "run: Is a directory", 1
@@ -233,7 +233,7 @@ pyarrow.parquet.write_table(pyarrow.table(rows), 'r.parquet')"; rosetta-t5 vocab
   ),
   Fault(
     "inspect of a file",
-    """rosetta-t5 vocab train --input rows.jsonl --text question --size 60 --out v.model
+    """rosetta-t5 vocab train --input rows.jsonl --text-key question --size 60 --out v.model
     rosetta-t5 inspect rows.jsonl --vocab v.model""",
     "no column 'text' among 'question'",
   ),
