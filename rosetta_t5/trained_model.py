@@ -203,8 +203,9 @@ def _read_gin(
   with temporary_run_function(train), limited_to_list(not trust):
     argv = ["rosetta-t5", f"--gin_file={file}", *flags]
     recipe = config.run_from_command_line(train, argv)
-    if used is not None:
-      _check_flags_are_used(parse_command_line(argv).read_program(), used)
+    command = parse_command_line(argv)
+    if used is not None and command.gin_bindings:  # A folder's notes are printed when it is read.
+      _check_flags_are_used(command.read_program(), used)
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   names = recipe if trust else [name for name in ARGUMENTS if name in recipe]
   return {**{name: recipe[name] for name in names}, "task_feature_lengths": lengths}

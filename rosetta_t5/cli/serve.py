@@ -50,7 +50,9 @@ def _serve(options: argparse.Namespace) -> int:
     raise ConfigError(text) from error
   if not options.model_dir:
     raise ConfigError("serve needs a model: give --model_dir RUN_OR_FOLDER")
-  tokens = _read_tokens(options.token_file) if options.token_file else ()
+  tokens = pathlib.Path(options.token_file).read_text().split() if options.token_file else []
+  if options.token_file and not tokens:
+    raise ConfigError(f"--token_file {options.token_file} has no token: write one on each line")
   is_local = options.host in _LOOPBACK
   if not (tokens or is_local):
     text = f"note: anyone who can reach {options.host} can use the models; set --token_file to require a token"
@@ -65,8 +67,11 @@ def _serve(options: argparse.Namespace) -> int:
     # An address at which another server listens is an error before the models are read.
     try:
       bound.bind((options.host, options.port))
-    except OSError as error:
-      text = f"--host {options.host} --port {options.port} cannot be used ({error.strerror}): give another one"
+    except (OSError, OverflowError) as error:
+      reason = getattr(error, "strerror", error)
+      text = (
+        f"--host {options.host} --port {options.port} cannot be used ({reason}): give another one"
+      )
       raise ConfigError(text) from error
     # Process 1 of a container would ignore SIGTERM until the web server handles it.
     for each in (signal.SIGINT, signal.SIGTERM):
@@ -101,10 +106,3 @@ def _open_models(options: argparse.Namespace) -> dict[str, Any]:
     limits = (options.slots, options.max_waiting)
     models[name] = ServedModel(name, opened, lengths, *limits, decoding.Controls(**controls))
   return models
-
-
-def _read_tokens(path: str) -> list[str]:
-  """Returns the tokens of a file, one for each line."""
-  if tokens := pathlib.Path(path).read_text().split():
-    return tokens
-  raise ConfigError(f"--token_file {path} has no token: write one on each line")

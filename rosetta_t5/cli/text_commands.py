@@ -361,11 +361,16 @@ def apply_decoding_options(options: argparse.Namespace, model: Any) -> None:
   Raises:
     ValueError: its decode function lacks an argument.
   """
-  from rosetta_t5.models.base_model import set_decode_fn
+  from rosetta_t5.models import DecoderOnlyModel
+  from rosetta_t5.models.base_model import accepts, set_decode_fn
 
   given = decoding_controls(options, model)
   if any((getattr(options, name, None) or 1) > 1 for name in ("n_best", "num_decodes")):
     _search_instead_of_greedy(model)
+  if getattr(options, "output_length", None) and isinstance(model, DecoderOnlyModel):
+    # A row also has the prompt, so its length does not limit the decode.
+    limits = ("max_decode_steps", "max_decode_step")
+    given |= {n: options.output_length for n in limits if accepts(model.decode_fn, n)}
   if given:
     set_decode_fn(model, model.decode_fn, **given)
 

@@ -91,9 +91,8 @@ class _Folder:
     rate = network.pop("dropout_rate")  # The recipe that is included sets it to DROPOUT_RATE.
     if self.is_decoder and self.generation.get("max_new_tokens"):
       # A row of a decoder contains the prompt too.
-      half = lengths["targets"] // 2
       limit = "max_decode_step" if self.beams > 1 else "max_decode_steps"
-      decoding[limit] = min(self.generation["max_new_tokens"], half)
+      decoding[limit] = min(self.generation["max_new_tokens"], lengths["targets"] // 2)
     base, config_class, model_class = _BASES[self.package]
     values = {
       **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
@@ -195,8 +194,8 @@ class _Folder:
     arguments |= {"rescale_log_probs": False, "temperature": 0.0}
     if given.get("do_sample"):
       top_k, top_p = self.generation.get("top_k", 50) or 0, given.get("top_p", 1.0)
-      arguments["temperature"] = float(given.get("temperature", 1.0))
-      arguments |= {"topp": top_p, "topk": 0} if top_p < 1 else {"topk": top_k}
+      arguments |= {"temperature": float(given.get("temperature", 1.0)), "topk": top_k}
+      arguments |= {"topp": top_p} if top_p < 1 and top_k != 1 else {}
     return "temperature_sample", arguments
 
   def _ends(self) -> list[int]:
@@ -206,7 +205,7 @@ class _Folder:
 
   def _controls(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that all decode functions have, and notes the settings without effect."""
-    known = {*_CONTROLS, *_OTHERS}
+    known = {*_CONTROLS, *_OTHERS} - ({"max_length"} if self.is_decoder else set())
     if unknown := [f"{k} = {json.dumps(v)}" for k, v in given.items() if k not in known and v]:
       self.notes.append(f"in generation_config.json these have no effect: {', '.join(unknown)}")
     changed = (name for name, default in _CONTROLS.items() if given.get(name, default) != default)

@@ -110,7 +110,7 @@ def temperature_sample(
     pad_id: the token that is padding.
 
   Raises:
-    ValueError: both `topk` and `topp` are set, or there are more steps than positions.
+    ValueError: `topp` is set with a `topk` of 1, or there are more steps than positions.
   """
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
@@ -169,11 +169,9 @@ def temperature_sample(
 
 def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
   """Raises ValueError for arguments that contradict each other, unless they are traced."""
-  traced = jax.core.Tracer
-  if not isinstance(topk, traced) and not isinstance(topp, traced) and topk and topp:
+  if isinstance(topk, int) and topk == 1 and not isinstance(topp, jax.core.Tracer) and topp:
     raise ValueError(
-      f"temperature_sample accepts topk or topp, not both (topk={topk}, topp={topp}): set topk=0 to "
-      "sample by topp"
+      f"topp={topp} has no effect with topk=1, the default of temperature_sample: set topk=0"
     )
   if isinstance(max_decode_steps, int) and max_decode_steps > length:
     raise ValueError(

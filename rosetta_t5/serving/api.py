@@ -233,7 +233,7 @@ class Generation:
       conditions += [("n", self.n <= NUM_BEAMS, f"at most {NUM_BEAMS} with use_beam_search")]
     for name, holds, expected in conditions:
       if not holds:
-        raise RequestError(f"{name} must be {expected}, got {given.get(name)}", name)
+        raise RequestError(f"{name} must be {expected}, got {given.get(name, 'its default')}", name)
 
   def texts(self) -> list[tuple[Sequence[int], SlotControls]]:
     """Returns the prompt and the controls of each text, whose seeds count up."""

@@ -30,12 +30,12 @@ def empty_gin(monkeypatch):
   gin.clear_config()
 
 
-def infer(tmp_path):
+def infer(tmp_path, *options):
   """Returns what `rosetta-t5 infer` writes for the prompts with the folder tmp_path/model."""
   (tmp_path / "texts").write_text("\n".join(PROMPTS))
   output = tmp_path / "out.jsonl"
   arguments = ["--model_dir", tmp_path / "model", "--input", tmp_path / "texts", "--output", output]
-  assert cli.main(["infer", *map(str, arguments)]) == 0
+  assert cli.main(["infer", *map(str, arguments), *options]) == 0
   return [json.loads(line) for line in output.read_text().splitlines()]
 
 
@@ -58,6 +58,16 @@ def test_infer_opens_a_folder_and_writes_what_transformers_generates(case, setti
   assert all(row["score"] < 0 for row in rows)
 
 
+@pytest.mark.slow
+def test_output_length_limits_what_a_decoder_adds_to_a_text(tmp_path, capsys):
+  write_folder("4.57.6/gpt2", tmp_path / "model", "greedy")
+  change(tmp_path / "model/generation_config.json", max_length=9)
+  rows = infer(tmp_path, "--output_length=3")
+  whole = RECORDED["4.57.6/gpt2"]["greedy"]
+  assert [row["prediction"].split() for row in rows] == [text.split()[:3] for text in whole]
+  assert "these have no effect: max_length = 9" in capsys.readouterr().err
+
+
 @pytest.fixture
 def folder(tmp_path):
   write_folder("5.24.0/t5", tmp_path / "model")
@@ -72,7 +82,7 @@ def text_of(folder):
   return hugging_face_recipe(folder)[0]
 
 
-def test_sampling_beams_and_lengths_come_from_generation_config(folder):
+def test_sampling_beams_and_lengths_come_from_generation_config(folder, capsys):
   def decoding(**entries):
     change(folder / "generation_config.json", **entries)
     text, notes = hugging_face_recipe(folder)
@@ -85,13 +95,15 @@ def test_sampling_beams_and_lengths_come_from_generation_config(folder):
   } < {*lines}
   assert not notes
   lines, _ = decoding(top_p=0.9)
-  assert {"decoding.temperature_sample.topp = 0.9", "decoding.temperature_sample.topk = 0"} < {
+  assert {"decoding.temperature_sample.topp = 0.9", "decoding.temperature_sample.topk = 20"} < {
     *lines
   }
   lines, notes = decoding(num_beams=3, length_penalty=2.0, penalty_alpha=0.6, do_sample=False)
   assert "decoding.beam_search.alpha = 2.0" in lines
   assert "models.EncoderDecoderModel.predict_batch_with_aux.num_decodes = 3" in text_of(folder)
   assert "have no effect: penalty_alpha = 0.6" in notes[0]
+  read_run(folder, used=["model"])
+  assert capsys.readouterr().err.count(notes[0]) == 1
   run, restore_cfg = read_run(folder, ["--gin.decoding.beam_search.alpha=0.25"])
   assert bindings_of(run["model"].decode_fn)["alpha"] == 0.25  # flags change the recipe
   assert run["task_feature_lengths"] == {"inputs": 512, "targets": transformers_texts.NEW_TOKENS}

@@ -62,7 +62,8 @@ def save(shape: str, folder: pathlib.Path, monkeypatch: Any) -> tuple[Any, Any]:
   monkeypatch.setattr(todays_models, "VOCAB", len(tokenizer))
   (folder / "config.json").unlink()
   todays_models.save(shape, folder)
-  (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": TOKENS}))
+  # --output_length replaces this limit.
+  (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 2 * TOKENS}))
   config = transformers.AutoConfig.from_pretrained(folder)
   kinds = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForCausalLM
   model = kinds[shape != "t5gemma"].from_pretrained(folder, attn_implementation="eager")
@@ -139,7 +140,8 @@ def test_a_text_ends_at_each_end_token_of_the_folder(shape, beams, tmp_path, mon
   tokens = generate(TEXTS[0], ends)
   ends.append(tokens[4])
   generation = tmp_path / "model/generation_config.json"
-  generation.write_text(json.dumps({**options, "eos_token_id": ends}))
+  more = {"max_new_tokens": 2 * TOKENS, "eos_token_id": ends}  # --output_length replaces the first
+  generation.write_text(json.dumps({**options, **more}))
   expected = [generate(text, ends) for text in TEXTS]
   assert expected[0][-1] == ends[1]
   assert len(expected[0]) < len(tokens)

@@ -582,6 +582,7 @@ def test_a_server_with_known_names_refuses_others(model):
     (["--modle_dir", "x"], "unknown option --modle_dir. Did you mean --model_dir?"),
     (["--model_dir", "x", "--adapter", "y"], "--adapter must be NAME=PATH"),
     (["--model_dir", "a/x", "--model_dir", "b/x"], "different last parts"),
+    (["--model_dir", "x", "--port", "70000"], "cannot be used (bind(): port must be 0-65535.)"),
   ],
 )
 def test_mistakes_in_the_command_are_named(options, message, capsys):
