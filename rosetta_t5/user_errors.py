@@ -160,7 +160,7 @@ def _message(error: Exception) -> str:
   text = strip_gin_notes(str(error)) or type(error).__name__
   if isinstance(error, OSError) and error.strerror:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-  if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+  if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
     # TensorStore has one code for memory and disks.
     lacking = "space on the disk" if "No space left" in text else "memory"
     return f"there is not enough {lacking}: {text.removeprefix('RESOURCE_EXHAUSTED: ')}"

@@ -62,7 +62,7 @@ FAULTS = [
   Fault(
     "more output tokens than an array can have",
     "echo a > b; $INFER --input b --output_length 1000000",
-    "at most 46,340 tokens",
+    "error: there is not enough memory: Unable to allocate",
   ),
   Fault(
     "more predictions of each row than memory can hold",
