@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.xla_attention import soft_cap
-from rosetta_t5.parallel.placement import context_shards
+from rosetta_t5.parallel.placement import constrain, context_shards, count_shards
 
 Loss = tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -164,6 +164,9 @@ def chunked_cross_entropy(
 def _forward(
   factors: LogitFactors, targets_BT: Array, z_loss: float | Array, smoothing: float, chunk: int
 ) -> tuple[ChunkedLoss, tuple]:
+  # A split kernel is gathered here, or else every chunk would gather it.
+  factors = factors._replace(kernel_DV=constrain(factors.kernel_DV, (None, "vocab")))
+
   def one_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     hidden_BCD, targets_BC = part
     logits_BCV = _logits(hidden_BCD, factors)
@@ -182,9 +185,11 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
   factors, targets_BT, z_loss, highest, total = residuals
   hidden_BTD, kernel_DV, excluded_V, softcap = factors
   per_token = (targets_BT, highest, total, grads.loss_BT, grads.z_loss_BT)
+  # Each device adds up the kernel's gradient of its own examples. The devices' sums are added once, at the end.
+  devices = math.gcd(count_shards("batch"), hidden_BTD.shape[0])
 
   def one_chunk(carry: tuple[jax.Array, jax.Array], part: tuple) -> tuple[tuple, jax.Array]:
-    grad_kernel_DV, grad_z_loss = carry
+    grad_kernel_NDV, grad_z_loss = carry
     hidden_BCD, targets, highest, total, grad_loss, grad_z = part
     logits_BCV = _logits(hidden_BCD, factors)
     grad_BCV, _, grad_z_part = logits_gradient(
@@ -194,17 +199,19 @@ def _backward(label_smoothing: float, chunk: int, residuals: tuple, grads: Chunk
       grad_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
     grad_BCV = set_logits(grad_BCV, excluded_V, 0.0)
     hidden_BCD = hidden_BCD.astype(kernel_DV.dtype)
-    grad_kernel_DV += jnp.einsum("bcd,bcv->dv", hidden_BCD, grad_BCV)
+    pair = (x.reshape(devices, -1, *x.shape[1:]) for x in (hidden_BCD, grad_BCV))
+    grad_kernel_NDV += jnp.einsum("nbcd,nbcv->ndv", *pair)
     grad_BCD = jnp.einsum("bcv,dv->bcd", grad_BCV, kernel_DV)
-    return (grad_kernel_DV, grad_z_loss + grad_z_part), grad_BCD
+    return (grad_kernel_NDV, grad_z_loss + grad_z_part), grad_BCD
 
   # The last chunk is padded with positions that have a denominator of 1 and no gradient.
   parts = [_split(hidden_BTD, chunk)]
   parts += [_split(array, chunk, padding=int(array is total)) for array in per_token]
-  carry = (jnp.zeros_like(kernel_DV), jnp.zeros((), jnp.float32))
-  (grad_kernel_DV, grad_z_loss), grad_hidden = jax.lax.scan(one_chunk, carry, tuple(parts))
+  zeros_NDV = jnp.zeros((devices, *kernel_DV.shape), kernel_DV.dtype)
+  carry = (constrain(zeros_NDV, ("batch", None, "vocab")), jnp.zeros((), jnp.float32))
+  (grad_kernel_NDV, grad_z_loss), grad_hidden = jax.lax.scan(one_chunk, carry, tuple(parts))
   grad_hidden_BTD = _join(grad_hidden, targets_BT.shape[1]).astype(hidden_BTD.dtype)
-  return LogitFactors(grad_hidden_BTD, grad_kernel_DV), None, grad_z_loss
+  return LogitFactors(grad_hidden_BTD, grad_kernel_NDV.sum(0)), None, grad_z_loss
 
 
 chunked_cross_entropy.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors, chunked_cross_entropy, cross_entropy
+from rosetta_t5.parallel.placement import use_placement
 
 RNG = np.random.default_rng(5)
 HIDDEN = RNG.normal(size=(3, 7, 5))
@@ -124,4 +125,28 @@ def test_a_batch_and_a_vocabulary_split_over_devices_are_never_gathered():
   text = step.lower(*placed).compile().as_text()
   assert not re.findall(r"all-gather|all-to-all|collective-permute", text)
   for mine, theirs in zip(jax.tree.leaves(step(*placed)), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_no_chunk_gathers_the_kernel_or_sums_its_gradient_over_devices():
+  """Both happen once, before and after the loop, and the numbers are those of one device."""
+  mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+  hidden = jnp.asarray(RNG.normal(size=(4, 6, 8)), jnp.float32)
+  kernel = jnp.asarray(RNG.normal(size=(8, 64)), jnp.float32)
+  targets = jnp.asarray(RNG.integers(0, 64, (4, 6)))
+
+  def total(hidden, kernel):
+    factors = LogitFactors(hidden, kernel)
+    return jnp.sum(chunked_cross_entropy(factors, targets, 1e-2, 0.1, 2).loss_BT)
+
+  want = jax.value_and_grad(total, (0, 1))(hidden, kernel)
+  split = NamedSharding(mesh, P("fsdp"))
+  with use_placement(mesh, [("batch", "fsdp"), ("embed", "fsdp")]):
+    step = jax.jit(jax.value_and_grad(total, (0, 1)), out_shardings=(None, (split, split)))
+    placed = [jax.device_put(array, split) for array in (hidden, kernel)]
+    got, text = step(*placed), step.lower(*placed).compile().as_text()
+  loops, entry = text.split("\nENTRY ")
+  assert not re.findall(r"all-gather|all-reduce|reduce-scatter", loops)
+  assert re.findall(r"all-gather", entry)
+  for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
