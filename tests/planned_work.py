@@ -20,16 +20,18 @@ def planned_work(
   mesh: dict[str, int],
   partitioner: Any = None,
   loss_chunk_length: int | None = None,
+  adapter: Any = None,
   **changes: Any,
 ) -> Workload:
   """Returns a step with so many examples on each device of a mesh that need not exist."""
   is_t5 = isinstance(config, T5Config)
   if is_t5:
-    model = make_model(Transformer(config), loss_chunk_length=loss_chunk_length)
+    arguments = {"loss_chunk_length": loss_chunk_length, "adapter": adapter}
+    model = make_model(Transformer(config), **arguments)
   else:
-    model = make_decoder_only_model(config)
+    model = make_decoder_only_model(config, adapter=adapter)
   partitioner = partitioner or PjitPartitioner(num_partitions=1)
-  state = state_shapes(model, 1, lengths, trained=False)
+  state = state_shapes(model, 1, lengths, trained=adapter is not None)
   activations = traced_activations(model, partitioner, state, lengths)
   assert activations is not None
   layout = Layout(partitioner.logical_axis_rules, mesh, activations.examples)

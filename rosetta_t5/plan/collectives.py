@@ -61,14 +61,14 @@ class Collective:
 def step_collectives(work: Workload) -> list[Collective]:
   """Returns the collectives of a training step; [] if its loss cannot be traced."""
   sizes: dict[Collective, float] = collections.defaultdict(float)
-  for part in work.activations.segments if work.activations else ():
-    for each in (
-      *_activation_collectives(part, work),
-      *_parameter_collectives(part, work),
-      *_stage_collectives(part, work),
-    ):
-      if each.axes and each.size:
-        sizes[dataclasses.replace(each, size=0.0)] += each.size
+  segments = work.activations.segments if work.activations else ()
+  # What is outside layers counts as one segment, because all that read a table there share its gradient.
+  outside = Segment([value for part in segments if not part.count for value in part.values])
+  parts = (outside, *(part for part in segments if part.count))
+  kinds = (_activation_collectives, _parameter_collectives, _stage_collectives)
+  for each in (each for part in parts for kind in kinds for each in kind(part, work)):
+    if each.axes and each.size:
+      sizes[dataclasses.replace(each, size=0.0)] += each.size
   return [dataclasses.replace(each, size=size) for each, size in sizes.items()]
 
 
@@ -146,8 +146,8 @@ def _parameter_collectives(part: Segment, work: Workload) -> Iterator[Collective
   readers: dict[int, tuple[Value, list[Value]]] = {}
   for value in part.values:
     for operand in value.operands if value.is_batched else ():
-      if operand.is_trained and not operand.is_batched:
-        array = _before_broadcast(operand)
+      if (operand.is_trained or operand.parameters) and not operand.is_batched:
+        array = _array_sent(operand, value)
         readers.setdefault(id(array), (array, []))[1].append(value)
   own = {id(value) for value in part.values}
   for array, values in readers.values():
@@ -170,37 +170,51 @@ def _array_collectives(
     terms: the number of terms whose sum is the gradient of one such array.
     work: what the step computes.
   """
-  layout, is_matmul = work.layout, readers[0].primitive == "dot_general"
-  split = set(layout.axes_of(array))
+  split = set(work.layout.axes_of(array))
   # The axes that split examples and positions. The parameters of an expert are not gathered, and its device
   # computes the whole gradient.
   excluded = {mesh.PIPELINE_AXIS, *({mesh.EXPERT_AXIS} & split)}
-  rows = {*mesh.BATCH_AXES, *layout.axes_of(readers[0])} - excluded
+  rows = {*mesh.BATCH_AXES, *work.layout.axes_of(readers[0])} - excluded
   shards = work.present(rows & split & {*mesh.BATCH_AXES, mesh.CONTEXT_AXIS})
   others = work.present(rows - split)
-  size = count * work.microbatches * layout.bytes_of(array, work.examples, shards)
-  yield Collective(ALL_GATHER, shards, (2 if is_matmul else 1) * size, "parameters")
-  if shards and others and not is_matmul:
-    # XLA sums these over all axes at once, and each device keeps its shard.
-    yield Collective(ALL_REDUCE, work.present({*others, *shards}), size, "gradients", terms)
+  size = count * work.microbatches * work.layout.bytes_of(array, work.examples, shards)
+  # Where only one of sharding and other axes applies, XLA gathers a table once for lookups and once for both passes of
+  # tied logits, and adds up its gradients first.
+  is_whole = split <= {*shards} and not (shards and others)
+  reads = {x.primitive: _times_read(x) for x in readers}
+  gathers = min(sum(reads.values()), 2) if is_whole else sum(reads.values())
+  yield Collective(ALL_GATHER, shards, gathers * size, "parameters")
+  if not array.is_trained:
     return
+  if "gather" in reads and not is_whole:
+    size, terms = size * terms, 1
   yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
   size, terms = size / work.shards(shards), 1 if shards else terms
   is_zero1 = work.zero1 and mesh.DATA_AXIS in others and "embed" in array.axes
-  # A matmul adds up examples and positions at once, other operations one after the other.
-  steps = [others] if is_matmul else [tuple({*others} - {mesh.CONTEXT_AXIS}), (mesh.CONTEXT_AXIS,)]
-  for axes in steps:
-    kind = REDUCE_SCATTER if is_zero1 else ALL_REDUCE
-    yield Collective(kind, work.present({*axes} & {*others}), size, "gradients", terms)
+  yield Collective(REDUCE_SCATTER if is_zero1 else ALL_REDUCE, others, size, "gradients", terms)
   if is_zero1:
     stored = size / work.microbatches * 4 / array.dtype.itemsize
     yield Collective(ALL_GATHER, (mesh.DATA_AXIS,), stored, "parameters")
 
 
-def _before_broadcast(value: Value) -> Value:
-  """Returns the array that a value broadcasts; XLA sums the gradient to its shape before sending it."""
-  while value.primitive == "broadcast_in_dim" or stored_view(value) is not value:
-    value = stored_view(value.operands[0] if value.primitive == "broadcast_in_dim" else value)
+def _times_read(reader: Value) -> int:
+  """Returns how often an operation reads an array: a matmul again for the gradient of its activations.
+
+  The loss in chunks is a loop, before which its kernel is gathered for both passes.
+  """
+  is_matmul = reader.primitive == "dot_general" and reader.repeats == 1
+  return 1 + (is_matmul and any(x.is_batched and x.is_trained for x in reader.operands))
+
+
+def _array_sent(value: Value, reader: Value) -> Value:
+  """Returns the array that is sent for an operand of an operation.
+
+  XLA sums the gradient of a broadcast to the shape of the array before sending it, and converts the rows that
+  it looks up rather than their table.
+  """
+  passed = ("broadcast_in_dim", "convert_element_type" if reader.primitive == "gather" else "")
+  while value.primitive in passed or stored_view(value) is not value:
+    value = stored_view(value.operands[0] if value.primitive in passed else value)
   return value
 
 

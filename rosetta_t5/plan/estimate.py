@@ -24,8 +24,9 @@ _MATMUL_EFFICIENCY = 0.8
 # XLA's attention writes logits and probabilities and reads them, each in several passes, and so does
 # its backward pass.
 _PAIR_PASSES = 10
-# Of the four sums of activations over `model` in a layer's forward and backward pass, two are repeated.
-_RECOMPUTED_TRAFFIC = 1.5
+# Of the four sums of activations over `model` in a layer's forward and backward pass, one is repeated: nothing in the
+# backward pass reads the one that ends the layer.
+_RECOMPUTED_TRAFFIC = 1.25
 # The share of a link's bandwidth that large collectives reach (approximately NCCL's bus bandwidth).
 _LINK_EFFICIENCY = 0.8
 # What devices can send during the backward pass.
@@ -90,7 +91,7 @@ def estimate_step(
 
   Args:
     flops: the floating-point operations of a step, on all devices together.
-    mfu: the share of its peak FLOP/s that a GPU reaches in bfloat16 if it never waits for others.
+    mfu: the share of its peak FLOP/s in the compute dtype that a GPU reaches if it never waits for others.
   """
   traffic = []
   for each in step_collectives(work):
@@ -99,7 +100,8 @@ def estimate_step(
       sent *= _RECOMPUTED_TRAFFIC
     seconds, leaves_node = seconds_on_links(sent, each.axes, work.mesh, gpu)
     traffic.append(Traffic(each, sent, seconds / _LINK_EFFICIENCY, leaves_node))
-  seconds = flops / (math.prod(work.mesh.values()) * gpu.bfloat16 * mfu)
+  peak = gpu.tf32 if work.itemsize == 4 else gpu.bfloat16
+  seconds = flops / (math.prod(work.mesh.values()) * peak * mfu)
   if work.activations is not None:
     seconds *= _relative_time(work, gpu, mfu)
     seconds += (_pair_bytes(work) + _state_bytes_moved(memory, work)) / gpu.bandwidth

@@ -143,22 +143,18 @@ class _Moments:
     everything = sum(kept) + sum(copies) + buffers
     complete = gathered + gathered_layers.get(last, 0.0)
     yield self._moment(everything - loss, lookups, 2 * loss, complete)
-    stacked, kept_logits, tables = 0.0, 0.0, gathered
-    if is_scanned:
-      # XLA sets the stacked gradients of all layers to zero before the first backward pass, and keeps the
-      # gradient of the logits until after it, and of the output layer if that is not the embedding.
-      # A pipeline adds up those of all ticks.
-      sums = 2 if work.schedule.stages > 1 else 1
-      stacked, kept_logits = sums * (sum(self.gradients) - self.tables), loss
-      tables = 0.0 if self._is_tied() else gathered
+    # XLA sets the stacked gradients of all scanned layers to zero before the first backward pass, and keeps the
+    # gradient of the logits until after it. A pipeline adds up those of all ticks.
+    sums = 2 if work.schedule.stages > 1 else 1
+    stacked = sums * (sum(self.gradients) - self.tables) if is_scanned else 0.0
     for number in reversed(self.layers):
       held = sum(kept[: number + 1]) + sum(copies[: number + 1]) + buffers
       held += self._gradient(segments[number], work.stage_examples) + self._recomputed(number)
       later = sum(self.gradients[n] for n in self.layers if n > number)
-      logits = kept_logits if number == last else 0.0
+      logits = loss if is_scanned and number == last else 0.0
       if number == last:
         held += sum(kept[number + 1 :]) - loss
-      complete = tables + gathered_layers.get(number, 0.0)
+      complete = gathered + gathered_layers.get(number, 0.0)
       yield self._moment(held, self.tables + (stacked or later), logits, complete)
     yield self._moment(0.0, sum(self.gradients), 0.0, gathered_at_end)
     if work.policy == "none" and (deferred := self._deferred()):
@@ -244,12 +240,12 @@ class _Moments:
     work, shards = self.work, self.work.shards((FSDP_AXIS, CONTEXT_AXIS))
     if shards == 1:
       return 0.0, 0.0, {}
-    is_tied = self._is_tied()
-    # The embedding, the output layer and the latter's gradient; and the kernels of a stack of layers,
-    # which XLA gathers well before their backward pass, so that communication overlaps.
-    tables = 1.5
+    # Of an embedding and an output layer: both and the latter's gradient, or two of them with a loss in chunks; and
+    # the kernels of a stack of layers, which XLA gathers well before their backward pass, so that communication
+    # overlaps.
+    tables = 1.0 if work.loss_chunk_length else 1.5
     # At the end, the gradients of both lookups and of the output layer exist before they are scattered.
-    end = 3.0 if is_tied else 1.5
+    end = 1.5
     layers = {}
     for number in self.layers:
       part, share = self.segments[number], 1.0
@@ -259,23 +255,15 @@ class _Moments:
         # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
         share = 2 * work.itemsize / 4 / part.count
         # Of two tables only one is complete at a time: the output layer, or its gradient.
-        tables, end = (tables, end) if is_tied else (0.5, 1.0)
+        tables, end = 0.5, 1.0
       elif work.microbatches == 1:
         # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
         # kernels are in fp8. Nothing reads the embedding again.
         is_ahead = work.policy == "none" and not work.fp8
         share = 0.5 if is_ahead else 1 / part.count
-        tables = 2.0 if is_tied else 1.0
+        tables = 1.0
       layers[number] = share * shards * self.gradients[number]
     return tables * shards * self.tables, end * shards * self.tables, layers
-
-  def _is_tied(self) -> bool:
-    """Returns whether the output layer's kernel is the embedding table."""
-    read: dict[str, set[int]] = {"gather": set(), "dot_general": set()}
-    for value in (v for part in self.segments if not part.count for v in part.values):
-      if value.primitive in read:
-        read[value.primitive].update(*(x.parameters for x in value.operands))
-    return bool(read["gather"] & read["dot_general"])
 
   def _kernel_copies(self, number: int) -> float:
     """Returns the bytes of the copies of a segment's kernels that are kept for the backward pass.

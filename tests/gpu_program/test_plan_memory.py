@@ -1,16 +1,19 @@
-"""`plan` knows the memory of a step within 10% of what XLA's GPU compiler reports, without compiling."""
+"""`plan` knows memory and traffic of a step within 10% of what XLA's GPU compiler reports, without compiling."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from rosetta_t5.config import run_from_command_line
+from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.plan.description import Plan
 from rosetta_t5.plan.memory import step_memory
 
@@ -75,6 +78,48 @@ PRETRAINED = [
   *network(attention_kernel="flash"),
 ]
 
+T5GEMMA, T5_1_0, MT5 = (
+  f"gin/models/{name}.gin" for name in ("t5gemma/2b_2b", "t5_1_0/base", "mt5/base")
+)
+BFLOAT16 = network(dtype="bfloat16")
+# Name → (recipe, devices, arguments); the bytes of their collectives are compared too.
+TRAFFIC_CASES = {
+  "two tables, fsdp": (
+    T5GEMMA,
+    8,
+    [
+      *PRETRAINED,
+      "--gin.TASK_FEATURE_LENGTHS={'inputs': 1024, 'targets': 1024}",
+      *examples(64),
+      *BFLOAT16,
+      *network(num_encoder_layers=2, num_decoder_layers=2),
+      *mesh(fsdp=8),
+    ],
+  ),
+  "one table, fsdp": (
+    T5_1_0,
+    8,
+    [*PRETRAINED, *examples(128), *BFLOAT16, *SHALLOW, *mesh(fsdp=8)],
+  ),
+  "one table, data": (
+    T5_1_0,
+    8,
+    [*PRETRAINED, *examples(128), *BFLOAT16, *SHALLOW, *mesh(data=8)],
+  ),
+  "chunked loss, fsdp, microbatches": (
+    MT5,
+    8,
+    [
+      *PRETRAINED,
+      *examples(256),
+      *BFLOAT16,
+      *SHALLOW,
+      *mesh(fsdp=8),
+      "--gin.models.EncoderDecoderModel.loss_chunk_length=16",
+      "--gin.trainer.Trainer.num_microbatches=4",
+    ],
+  ),
+}
 # Name → (recipe, devices, arguments).
 CASES = {
   "small, xla": (SMALL, 1, [*XLA, *examples(128)]),
@@ -171,32 +216,49 @@ CASES = {
     8,
     [*network(attention_kernel="flash", remat_policy="full"), *mesh(pipeline=2, data=4)],
   ),
+  **TRAFFIC_CASES,
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_plan_knows_the_memory_of_a_compiled_step_within_ten_percent(case, tmp_path):
+@functools.cache
+def compiled(case: str) -> dict:
+  """Returns what `rosetta-t5 compile --json` writes for a case."""
   recipe, devices, arguments = CASES[case]
-  file = tmp_path / "program.json"
-  command = [sys.executable, "-m", "rosetta_t5.cli", "compile", recipe, "--gpu=h200"]
-  command += [f"--devices={devices}", f"--json={file}", *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-  assert done.returncode == 0, done.stdout + done.stderr
-  parts = json.loads(file.read_text())["memory"]
-  compiled = parts["arguments"] + parts["temporaries"] + parts["outputs"]
-  planned = planned_memory(recipe, devices, arguments)
-  assert sum(planned.values()) == pytest.approx(compiled, rel=0.1), planned
+  with tempfile.TemporaryDirectory() as folder:
+    file = pathlib.Path(folder) / "program.json"
+    command = [sys.executable, "-m", "rosetta_t5.cli", "compile", recipe, "--gpu=h200"]
+    command += [f"--devices={devices}", f"--json={file}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
 
 
-def planned_memory(recipe: str, devices: int, arguments: list[str]) -> dict[str, float]:
-  """Returns the bytes per device that `plan` prints, by part."""
+@pytest.mark.parametrize("case", CASES)
+def test_plan_knows_the_memory_of_a_compiled_step_within_ten_percent(case):
+  parts = compiled(case)["memory"]
+  total = parts["arguments"] + parts["temporaries"] + parts["outputs"]
+  planned, _ = planned_step(*CASES[case])
+  assert sum(planned.values()) == pytest.approx(total, rel=0.1), planned
+
+
+@pytest.mark.parametrize("case", TRAFFIC_CASES)
+def test_plan_knows_the_bytes_that_a_compiled_step_sends_within_ten_percent(case):
+  sent = sum(each["count"] * each["sent"] for each in compiled(case)["collectives"])
+  _, planned = planned_step(*CASES[case])
+  assert planned == pytest.approx(sent, rel=0.1)
+
+
+def planned_step(recipe: str, devices: int, arguments: list[str]) -> tuple[dict[str, float], float]:
+  """Returns what `plan` computes per device: the bytes of memory by part, and those of collectives."""
   found: dict[str, float] = {}
+  sent = []
 
   def describe(resolved):
     plan = Plan(resolved)
     found.update(step_memory(plan.state, plan.specs, plan.work))
+    sent.extend(each.wire_bytes(plan.mesh) for each in step_collectives(plan.work))
     return []
 
   argv = ["rosetta-t5 plan", f"--gin_file={recipe}", "--gin.MODEL_DIR='not made'", *arguments]
   run_from_command_line(None, [*argv, "--dry_run", f"--devices={devices}"], describe)
-  return found
+  return found, sum(sent)

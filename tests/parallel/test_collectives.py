@@ -14,6 +14,8 @@ from compiled_collectives import collectives
 from planned_work import activation_bytes, planned_work
 from tiny_models import GPT, T5_1_0, T5_1_1, make_batch, make_decoder_only_model, make_model
 
+from rosetta_t5.adapters import IA3, LoRA
+from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.cli.bench import model_config
 from rosetta_t5.networks.config import TransformerConfig
 from rosetta_t5.networks.precision import TransformerEngineConfig, choose_fp8
@@ -23,6 +25,7 @@ from rosetta_t5.plan import memory
 from rosetta_t5.plan.collectives import ALL_REDUCE, REDUCE_SCATTER, Collective, step_collectives
 from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import chain
+from rosetta_t5.training.optimizers.optimizer_def import replace_part
 
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 # The share of the bytes by which a plan may differ from a compiled step.
@@ -37,14 +40,16 @@ def packed_rows():
   return rows | {"decoder_positions": jnp.tile(position_T, (EXAMPLES, 1))}
 
 
-def compiled_step(partitioner, config=T5_1_1):
+def compiled_step(partitioner, config=T5_1_1, adapter=None):
   """Returns a compiled step of AdamW, the state's shapes and PartitionSpecs, and the batch."""
   if isinstance(config, TransformerConfig):
-    model, batch = make_decoder_only_model(config), packed_rows()
+    model, batch = make_decoder_only_model(config, adapter=adapter), packed_rows()
   else:
-    model, batch = make_model(Transformer(config)), make_batch(EXAMPLES, INPUTS, TARGETS)
+    model = make_model(Transformer(config), adapter=adapter)
+    batch = make_batch(EXAMPLES, INPUTS, TARGETS)
   shapes = {name: value.shape for name, value in batch.items()}
   optimizer = chain([optax.adamw(1e-3)])
+  optimizer = AdapterOptimizer(optimizer, adapter) if adapter else optimizer
   state = jax.eval_shape(
     lambda key: TrainState.create(optimizer, model.get_initial_variables(key, shapes)),
     jax.random.PRNGKey(0),
@@ -52,7 +57,10 @@ def compiled_step(partitioner, config=T5_1_1):
   axes = partitioner.get_mesh_axes(state)
 
   def step(state, batch):
-    grads = jax.grad(lambda params: model.loss_fn(params, batch, None)[0])(state.params)
+    def loss(trained):
+      return model.loss_fn(replace_part(state.params, trained), batch, None)[0]
+
+    grads = jax.grad(loss)(optimizer.trained(state.params))
     return state.apply_gradient(grads, learning_rate=jnp.float32(1.0))
 
   compiled = partitioner.partition(step, (axes, partitioner.data_partition_spec), axes, (), (0,))
@@ -161,16 +169,26 @@ def test_steps_of_other_model_families_have_the_required_collectives(family, nam
   assert is_known or "Involuntary full rematerialization" not in capfd.readouterr().err
 
 
-def check_collectives(arguments, config=T5_1_1):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "adapter", [LoRA(targets="all-linear"), IA3(frozen_dtype="bfloat16")], ids=["LoRA", "IA3"]
+)
+@pytest.mark.parametrize("name", ["fsdp", "fsdp, tensor"])
+def test_a_step_of_an_adapter_gathers_the_frozen_parameters(name, adapter):
+  check_collectives(MESHES[name], adapter=adapter)
+
+
+def check_collectives(arguments, config=T5_1_1, adapter=None):
   """Asserts that a compiled step sends the bytes and has the arguments that `plan` computes."""
   partitioner = PjitPartitioner(**arguments)
-  compiled, state, splits, batch = compiled_step(partitioner, config)
+  compiled, state, splits, batch = compiled_step(partitioner, config, adapter)
   lengths = {"encoder": INPUTS, "decoder": TARGETS}
   if isinstance(config, TransformerConfig):
     lengths.pop("encoder")
   mesh = partitioner.mesh.shape
   examples = EXAMPLES / partitioner.data_mesh_size
-  work = planned_work(config, lengths, examples, mesh, partitioner, zero1=partitioner.zero1)
+  changes = {"zero1": partitioner.zero1, "adapter": adapter}
+  work = planned_work(config, lengths, examples, mesh, partitioner, **changes)
   planned: collections.Counter = collections.Counter()
   for each in step_collectives(work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and does not combine terms first.

@@ -9,14 +9,16 @@ import pytest
 from planned_work import activation_bytes, planned_work
 
 from rosetta_t5.cli import main
-from rosetta_t5.networks.config import T5Config
+from rosetta_t5.networks.config import T5Config, TransformerConfig
 from rosetta_t5.parallel import PjitPartitioner, standard_logical_axis_rules
-from rosetta_t5.plan.collectives import Collective
-from rosetta_t5.plan.estimate import members_per_node, seconds_on_links
+from rosetta_t5.plan.collectives import Collective, step_collectives
+from rosetta_t5.plan.estimate import estimate_step, members_per_node, seconds_on_links
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.telemetry.gpus import GPUS
 
 RECIPE = "gin/examples/tiny_pile_pretrain.gin"
 LENGTHS = {"encoder": 512, "decoder": 128}
+ONE_LAYER = TransformerConfig(vocab_size=1024, num_layers=1, logits_via_embedding=True)
 
 
 def plan(capsys, *arguments, recipe=RECIPE):
@@ -133,6 +135,25 @@ def test_a_ring_sends_twice_for_an_all_reduce_and_once_for_an_all_gather():
   mesh = {"data": 4}
   assert Collective("all-reduce", ("data",), 100.0, "").wire_bytes(mesh) == 150
   assert Collective("all-gather", ("data",), 100.0, "").wire_bytes(mesh) == 75
+
+
+def test_lookups_and_tied_logits_share_one_gradient_in_float32():
+  sizes = []
+  for rows in (1024, 2048):
+    config = ONE_LAYER.replace(vocab_size=rows, dtype="bfloat16")
+    sent = step_collectives(planned_work(config, {"decoder": 128}, 32, {"data": 8}))
+    sizes.append(sum(each.size for each in sent if each.why == "gradients"))
+  assert sizes[1] - sizes[0] == 1024 * config.emb_dim * 4
+
+
+def test_a_step_in_float32_is_computed_at_the_rate_of_tf32():
+  seconds = []
+  for dtype in ("bfloat16", "float32"):
+    config = ONE_LAYER.replace(dtype=dtype)
+    work = planned_work(config, {"decoder": 128}, 32, {"data": 1}, kernel="flash")
+    memory = StateMemory({"params": 0.0}, 0.0, [0.0] * len(work.activations.segments))
+    seconds.append(estimate_step(memory, work, 1e15, GPUS["h100"], 0.4).compute_seconds)
+  assert seconds[1] == pytest.approx(seconds[0] * 989 / 495)
 
 
 @pytest.mark.slow
