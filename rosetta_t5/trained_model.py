@@ -144,8 +144,7 @@ def read_model_recipe(
   parts = [f"--gin_file={RUN_PART}"] if file == path else []
   with temporary_run_function(train), limited_to_list(not trust):
     # The run's own data is not opened.
-    no_data = "--gin.MIXTURE_OR_TASK_NAME=''"
-    argv = ["rosetta-t5", *parts, f"--gin_file={file}", no_data, *flags]
+    argv = ["rosetta-t5", *parts, f"--gin_file={file}", "--gin.MIXTURE_OR_TASK_NAME=''", *flags]
     run = config.run_from_command_line(train, argv)
     program = parse_command_line(argv).read_program()
     unused = {binding.key for binding in unused_bindings(program, train, ("model",))}

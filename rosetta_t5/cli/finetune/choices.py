@@ -174,13 +174,12 @@ def choose_steps(
 def evaluation_choices(monitor: Monitor, rows: int | None, batch: int, period: int) -> list[Choice]:
   """Returns how predictions and the loss are evaluated, and which checkpoints are kept."""
   best = "checkpoints.SaveBestCheckpointer"
-  kept = f"the best by {monitor.name}, and the latest"
   few = None if rows is None or rows <= _PREDICTED else _PREDICTED
   return [
     Choice("EVALUATOR_NUM_EXAMPLES", few, f"rows that are predicted (of {rows}); None is all"),
     Choice("EVAL_STEPS", math.ceil(min(rows or _PREDICTED, _PREDICTED) / batch), "for the loss"),
     Choice("utils.SaveCheckpointConfig.period", period, "after each evaluation"),
-    Choice("utils.SaveCheckpointConfig.keep", 1, kept),
+    Choice("utils.SaveCheckpointConfig.keep", 1, f"the best by {monitor.name}, and the latest"),
     Choice("utils.SaveCheckpointConfig.checkpointer_cls", Code(f"@{best}")),
     Choice(f"{best}.metric_name_to_monitor", f"{monitor.folder}/{monitor.name}"),
     Choice(f"{best}.metric_mode", monitor.mode),

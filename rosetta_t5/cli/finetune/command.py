@@ -103,11 +103,10 @@ def _check_same_settings(file: pathlib.Path, text: str) -> None:
   from rosetta_t5.config import changes_since
   from rosetta_t5.config.language.statements import read_program
 
-  if not file.exists() and (latest_step(file.parent) is not None or is_hugging_face(file.parent)):
+  has_run = latest_step(file.parent) is not None
+  if not file.exists() and (has_run or is_hugging_face(file.parent)):
     raise ConfigError(f"--out {file.parent} has another model: choose a new folder for the run")
-  if not file.exists() or latest_step(file.parent) is None:
-    return
-  if lines := changes_since(file.parent, read_program([], [text])):
+  if has_run and (lines := changes_since(file.parent, read_program([], [text]))):
     changed = "\n  ".join(lines)
     raise ConfigError(
       f"{file.parent} has a run with other settings:\n  {changed}\nChoose another --out, or continue that "

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rosetta_t5.argument_types import check_one_of, near_hint
 from rosetta_t5.cli.finetune.choices import Choice, Code
 from rosetta_t5.data import reading, task_metrics
+from rosetta_t5.data.tasks.known_tasks import TASKS
 from rosetta_t5.user_errors import ConfigError
 
 _LONG = 1 << 20  # tokens: no example is truncated when lengths are measured
@@ -33,7 +34,6 @@ class Measured(NamedTuple):
     train: the number of examples that are trained on; None if it is unknown.
     evaluated: the number of those that are not.
     metrics: the names of the task's metrics; none if there are several tasks.
-    percent: the share of the rows that is evaluated; None if it is data of its own.
   """
 
   task: str
@@ -41,7 +41,6 @@ class Measured(NamedTuple):
   train: int | None
   evaluated: int | None
   metrics: Sequence[str]
-  percent: float | None = None
 
 
 class Files:
@@ -66,8 +65,13 @@ class Files:
     percent: dict[str, Any] = {"validation_percent": _EVAL_PERCENT}
     self.arguments |= {"validation_files": held_out} if held_out else percent
     convert, files = reading.make_converter(columns), reading.find_files([*train, *held_out])
+    rows: list[Mapping[str, str]] = []
     try:
-      rows = [row for file in files for row in _first_rows(file, convert)]
+      for file in files:
+        found, _ = reading.BlockReader(convert).read(file, 0)
+        if not found:
+          raise ValueError(f"{file} contains no rows")
+        rows += found
     except ValueError as error:
       hint = "--inputs and --targets are columns, or templates such as 'question: {question}'"
       raise ConfigError(f"{error}\n  {hint}") from error
@@ -76,7 +80,7 @@ class Files:
     self.name = re.sub(r"\W+", "_", stem).strip("_") or "rows"
 
   def measure(self, vocabulary: Any) -> Measured:
-    """Tokenizes the first rows, and counts all; chooses the share of the rows that is evaluated."""
+    """Tokenizes the first rows, and counts all; lowers the share of the rows that is evaluated if they are many."""
     from rosetta_t5.data import file_task
 
     # The name is made of the arguments: the run registers a task of its own.
@@ -84,25 +88,22 @@ class Files:
     total = (found.train or 0) + (found.evaluated or 0)
     if not found.train or not found.evaluated:
       raise ConfigError(
-        f"{total} rows are too few to evaluate a part of them: give rows for the evaluation, --eval FILE"
+        f"{total} rows are too few to evaluate a part of them (equal rows stay together): give rows for the "
+        "evaluation, --eval FILE"
       )
     percent = self.arguments.get("validation_percent")
     if percent and percent * total > 100 * _EVAL_ROWS:
-      percent = round(max(0.1, 100 * _EVAL_ROWS / total), 1)
+      percent = self.arguments["validation_percent"] = round(max(0.1, 100 * _EVAL_ROWS / total), 1)
       evaluated = round(total * percent / 100)
-      return found._replace(percent=percent, evaluated=evaluated, train=total - evaluated)
-    return found._replace(percent=percent)
+      return found._replace(evaluated=evaluated, train=total - evaluated)
+    return found
 
   def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
     """Returns the bindings of the task."""
     values = {**self.arguments, "vocabulary": vocabulary, "name": self.name}
-    reasons = {}
-    if found.percent:
-      values["validation_percent"] = found.percent
-      about = "about " * (found.percent != _EVAL_PERCENT)
-      share = f"{about}{found.evaluated:,} rows that are never trained on; {found.train:,} are"
-      reasons["validation_percent"] = share
-    given = [Choice(name, value, reasons.get(name, "")) for name, value in values.items()]
+    about = "about " * (values.get("validation_percent") != _EVAL_PERCENT)
+    share = f"{about}{found.evaluated:,} rows that are never trained on; {found.train:,} are"
+    given = [Choice(n, x, share if n == "validation_percent" else "") for n, x in values.items()]
     return [
       Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()")),
       *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, metrics)),
@@ -127,7 +128,7 @@ class Tasks:
   def measure(self, vocabulary: Any) -> Measured:
     """Tokenizes the first examples of each task, and counts all."""
     from rosetta_t5.data import known_task, mixture
-    from rosetta_t5.data.tasks.catalogue import TASKS, registered_names
+    from rosetta_t5.data.tasks.catalogue import registered_names
 
     known = {*registered_names(), *TASKS}
     for name in self.names:
@@ -139,8 +140,6 @@ class Tasks:
 
   def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
     """Returns the bindings of the tasks, with the model's vocabulary for those that are known here."""
-    from rosetta_t5.data.tasks.catalogue import TASKS
-
     del found, metrics
     known = [name for name in self.names if name in TASKS]
     parts = [Code(f"@{n}/data.known_task()") if n in known else n for n in self.names]
@@ -160,8 +159,6 @@ def open_data(options: argparse.Namespace) -> Files | Tasks:
   Raises:
     ValueError: they cannot be read; see `Files` and `Tasks`.
   """
-  from rosetta_t5.data.tasks.known_tasks import TASKS
-
   is_task = [re.fullmatch(r"\w+", name) and not glob.glob(name) for name in options.data]
   # Other tasks than the known ones are registered later.
   has_columns = any(getattr(options, name) for name in _OF_FILES)
@@ -186,13 +183,6 @@ def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
   return train, held_out
 
 
-def _first_rows(file: str, convert: Any) -> list[Mapping[str, str]]:
-  rows, _ = reading.BlockReader(convert).read(file, 0)
-  if not rows:
-    raise ConfigError(f"{file} contains no rows")
-  return rows
-
-
 def _measure(name: str) -> Measured:
   import numpy as np
 
@@ -210,10 +200,8 @@ def _measure(name: str) -> Measured:
     for feature in lengths
   }
   task = dataset_config.find_task_or_mixture(train)
-  counts = []
-  for cfg in (train, evaluated):
-    parts_of_split = dataset_config.subtasks_with_split(cfg, task)
-    counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in parts_of_split) or None)
+  splits = {cfg.split: dataset_config.subtasks_with_split(cfg, task) for cfg in (train, evaluated)}
+  counts = [sum(x.num_input_examples(name) or 0 for x in of) or None for name, of in splits.items()]
   metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
   known = [name for name in metrics if name in task_metrics.METRICS]
   return Measured(name, found, counts[0], counts[1], known)

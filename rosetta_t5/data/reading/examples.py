@@ -168,7 +168,7 @@ def make_converter(templates: Mapping[str, str]) -> Convert:
 
   Args:
     templates: for each feature the name of a column, or a text with columns in braces such as
-      "{a} and {b}". A literal brace is doubled.
+      "{a} and {b}". A literal brace is doubled. `a.b` is the entry b of the objects in a column a.
 
   Raises:
     ValueError: the braces of a template do not match, or it contains no column.
@@ -180,7 +180,7 @@ def make_converter(templates: Mapping[str, str]) -> Convert:
     for feature, parts in parsed.items():
       names = " and ".join(column for _, column in parts if column is not None)
       try:
-        values = ["" if column is None else _as_text(record[column]) for _, column in parts]
+        values = ["" if column is None else _text_of(record, column) for _, column in parts]
       except KeyError as error:
         hint = near_hint(str(error.args[0]), map(str, record))
         return f"no column {error}{hint} among {', '.join(map(repr, record))}"[:200]
@@ -212,9 +212,17 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
   return [(text, column) for text, column, _, _ in parsed]
 
 
+def _text_of(record: Mapping[str, Any], column: str) -> str:
+  """Returns the text in a column; `a.b` is the entry b of the objects in column a, if that is no column."""
+  outer, _, inner = column.partition(".")
+  entries = record.get(outer)
+  is_entry = column not in record and isinstance(entries, Mapping) and inner in entries
+  return _as_text(entries[inner] if is_entry else record[column])
+
+
 def _as_text(value: Any) -> str:
   if isinstance(value, Mapping):
-    raise TypeError(f"is an object, not text: {value}"[:120])
+    raise TypeError(f"is an object, not text (COLUMN.ENTRY names an entry): {value}"[:120])
   if isinstance(value, (list, tuple)):
     return " ".join(map(_as_text, value))
   if isinstance(value, bytes):  # Parquet files of some programs have texts of this type

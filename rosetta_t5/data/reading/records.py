@@ -44,8 +44,8 @@ Located = tuple[int, Record | BadExample]
 _Unit = tuple[int, Record | str]
 
 
-class UnclearQuotesError(ValueError):
-  """A tsv file has rows of different widths, whether its quotes enclose fields or are ordinary characters."""
+class UnclearTableError(ValueError):
+  """A tsv file's quotes have no clear meaning, or two columns of a csv or tsv file have the same name."""
 
 
 def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
@@ -56,14 +56,14 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
   `make_converter` refuses.
 
   Raises:
-    ValueError: the file's format is unknown, or it is a tsv file whose quotes have no clear meaning.
+    ValueError: the file's format is unknown, or it is a table without a clear meaning.
   """
   read = _READERS[options.format_of(path)]
   line = 0
   try:
     for line, unit in read(path, options):
       yield line, BadExample(path, line, unit) if isinstance(unit, str) else unit
-  except (UnclearQuotesError, MemoryError):
+  except (UnclearTableError, MemoryError):
     raise
   except Exception as error:  # of Python's readers or pyarrow
     if isinstance(error, OSError) and error.strerror:
@@ -135,8 +135,12 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
     is_quoted = is_csv or _is_quoted(path, len(columns))
   quoting: Any = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
   with _open_text(path, newline="") as file:
+    first = file.readline()
+    # Programs in countries with a decimal comma separate the columns of csv files by semicolons.
+    used = "," if columns else next((character for character in ",;\t" if character in first), ",")
+    delimiter, lines = used if is_csv else "\t", itertools.chain([first], file)
     # Without `strict`, a field with a quote in the wrong place would lose this quote.
-    rows = csv.reader(file, delimiter="," if is_csv else "\t", quoting=quoting, strict=True)
+    rows = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     while True:
       line = rows.line_num + 1
       try:
@@ -151,6 +155,8 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
         yield line, f"{reason}; a quote in a quoted field must be doubled"
       if not columns:
         columns = row
+        if twice := [name for name in columns if name and columns.count(name) > 1]:
+          raise UnclearTableError(f"{path} has two columns {twice[0]!r}: rename one of them")
       elif len(row) == len(columns):
         yield line, dict(zip(columns, row, strict=True))
       elif row:  # csv reads an empty line as an empty row.
@@ -182,7 +188,7 @@ def _is_quoted(path: str, width: int) -> bool:
   if fits_quoted != fits_plain:
     return fits_quoted
   if not fits_plain:
-    raise UnclearQuotesError(
+    raise UnclearTableError(
       f"{where}: every row must have {width} columns, but some have another number, whether the quotes enclose "
       "fields (and are doubled inside them) or are ordinary characters. Set data.file_task.quoted = True if "
       "the fields are quoted, or False to read each line as a row. For other commands, write the file as csv"

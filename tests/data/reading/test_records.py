@@ -208,6 +208,24 @@ def test_a_quote_in_the_wrong_place_of_a_csv_file_makes_its_row_bad(tmp_path: pa
   assert "quote in a quoted field must be doubled" in str(records[1][1])
 
 
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+def test_a_csv_file_separates_columns_as_its_first_line_does(
+  tmp_path: pathlib.Path, separator: str
+) -> None:
+  path, rows = tmp_path / "a.csv", [["Größe", "Text"], ["1,5; 2", 'a "b"\nc'], ["", "\t"]]
+  with open(path, "w", newline="", encoding="utf-8-sig") as file:
+    csv.writer(file, delimiter=separator).writerows(rows)
+  found = [record for _, record in read_records(str(path))]
+  assert found == [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: pathlib.Path) -> None:
+  path = tmp_path / "a.csv"
+  path.write_text("text,,text,\na,,b,\n")
+  with pytest.raises(ValueError, match=r"a\.csv has two columns 'text': rename one"):
+    list(read_records(str(path)))
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_file_of_one_array_has_the_same_records_as_its_lines(
   tmp_path: pathlib.Path, indent: int | None
@@ -366,6 +384,17 @@ def test_templates_convert_records_to_texts_or_return_why_they_cannot() -> None:
   assert make_converter({"targets": "story"})({"story": "a\0"}) == (
     "story contains a NUL character or is not text in UTF-8"
   )
+  convert = make_converter({"inputs": "to fr: {pair.en}", "targets": "pair.fr"})
+  pair = {"en": "Yes.", "fr": "Oui."}
+  assert convert({"pair": pair}) == {"inputs": "to fr: Yes.", "targets": "Oui."}
+  assert convert({"pair": {}, "pair.en": "x", "pair.fr": "y"}) == {
+    "inputs": "to fr: x",
+    "targets": "y",
+  }
+  assert convert({"pair": {"fr": "Oui."}}) == (
+    "no column 'pair.en' (did you mean 'pair'?) among 'pair'"
+  )
+  assert "pair is an object, not text" in make_converter({"text": "pair"})({"pair": pair})
   with pytest.raises(ValueError, match="braces contain only the name of a column"):
     make_converter({"text": "{{}}"})
   with pytest.raises(ValueError, match="is not a valid template"):
