@@ -29,8 +29,9 @@ from rosetta_t5.training.train_state import TrainState
 VOCABULARIES = "vocabularies"
 # The run fact with the config.json of the model that a run started from.
 SOURCE_CONFIG = "source_config"
-# Fields that a run may choose: precision, and how full experts may be. Tables are compared by their shapes.
+# Fields that a run may choose: precision, and how full experts may be. Tables and biases are compared as arrays.
 _FREE = (
+  "bias_per_layer",
   "vocab_size",
   "unused_rows",
   "max_length",

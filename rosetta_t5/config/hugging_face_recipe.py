@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rosetta_t5.checkpoints.arrays.parameter_trees import has_own_biases, to_plain_tree
+from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face
 from rosetta_t5.data.vocabularies.sentencepiece_models import load_sentencepiece
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
@@ -41,12 +41,9 @@ _IMPORTS = (
   "from __gin__ import dynamic_registration\nimport seqio\nfrom rosetta_t5 import data\n"
   + "".join(f"from t5x import {name}\n" for name in ("decoding", "models", "utils"))
 )
-# {network package: the recipe that a folder's recipe includes, and the classes of its config and its model}
-_BASES = {
-  "decoder_only": ("gin/models/decoder_only/base.gin", "TransformerConfig", "DecoderOnlyModel"),
-  "t5": ("gin/models/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
-  "scalable_t5": ("gin/models/scalable_t5/t5_1_1/base.gin", "T5Config", "EncoderDecoderModel"),
-}
+# The network's package, the recipe that a folder's recipe includes, and the classes of its config and its model.
+_DECODER = ("decoder_only", "decoder_only/base.gin", "TransformerConfig", "DecoderOnlyModel")
+_ENCODER_DECODER = ("t5", "t5_1_1/base.gin", "T5Config", "EncoderDecoderModel")
 
 
 def hugging_face_recipe(path: pathlib.Path) -> tuple[str, list[str]]:
@@ -80,8 +77,6 @@ class _Folder:
     self.notes: list[str] = []
     arrays = to_plain_tree(hugging_face.read_arrays(path))
     self.network = hugging_face.network_settings(file, self.config, arrays)
-    is_scalable = has_own_biases(arrays)
-    self.package = "decoder_only" if self.is_decoder else "scalable_t5" if is_scalable else "t5"
 
   def recipe(self) -> str:
     """Returns the gin file."""
@@ -93,7 +88,7 @@ class _Folder:
       # A row of a decoder contains the prompt too.
       limit = "max_decode_step" if self.beams > 1 else "max_decode_steps"
       decoding[limit] = min(self.generation["max_new_tokens"], lengths["targets"] // 2)
-    base, config_class, model_class = _BASES[self.package]
+    package, base, config_class, model_class = _DECODER if self.is_decoder else _ENCODER_DECODER
     values = {
       **{f"{vocabulary}.{name}": value for name, value in arguments.items()},
       **{f"network.{config_class}.{name}": value for name, value in network.items()},
@@ -109,8 +104,8 @@ class _Folder:
       values[f"models.{model_class}.predict_batch_with_aux.decoder_params"] = {"eos_id": ends}
     if (network.get("encoder") or {}).get("global_block_size"):  # blocks of packed rows are refused
       values |= {f"{use}/utils.DatasetConfig.pack": False for use in ("train", "train_eval")}
-    head = f"# {self.path}\ninclude '{base}'\n{_IMPORTS}"
-    head += f"from t5x.examples.{self.package} import network\nVOCABULARY = @{vocabulary}()\n"
+    head = f"# {self.path}\ninclude 'gin/models/{base}'\n{_IMPORTS}"
+    head += f"from t5x.examples.{package} import network\nVOCABULARY = @{vocabulary}()\n"
     head += f"models.{model_class}.decode_fn = @decoding.{decode_fn}\n"
     return head + "".join(f"{name} = {value!r}\n" for name, value in values.items())
 
@@ -127,9 +122,9 @@ class _Folder:
         network["vocab_size"] += max(0, more - unused)
         network["unused_rows"] = max(0, unused - more)
     start = self.generation.get("decoder_start_token_id")
-    return (
-      network if self.is_decoder or start is None else network | {"decoder_start_token_id": start}
-    )
+    if not self.is_decoder and start is not None:
+      network["decoder_start_token_id"] = start
+    return network
 
   def _vocabulary(self) -> tuple[str, dict[str, Any]]:
     """Returns the function that makes the folder's vocabulary, and its arguments.

@@ -20,7 +20,6 @@ from etils import epath
 from flax.traverse_util import unflatten_dict
 
 from rosetta_t5.adapters import Adapter
-from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
@@ -151,8 +150,6 @@ def network_outputs(
   changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
   if settings.is_gpt:
     changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
-  if parameter_trees.has_own_biases(plain):
-    changes["bias_per_layer"] = True
   config: Any = dataclasses.replace(settings.network, **changes)
   module: Any = DecoderWrapper(config) if settings.is_gpt else Transformer(config)
   module = module if adapter is None else adapter.adapt(module)

@@ -338,6 +338,9 @@ class ScalableT5Config(T5Config):
   nd_kernels: ClassVar[bool] = True
 
 
+ScalableT5Config.__name__ = "T5Config"  # As gin files name it, network.T5Config
+
+
 @struct.dataclass(kw_only=True)
 class TransformerConfig(NetworkConfig):
   """The sizes and settings of a decoder-only model; `NetworkConfig` has those that all networks share.

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from rosetta_t5.checkpoints.arrays import parameter_trees
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.conversion.model_settings import read_model_settings
 from rosetta_t5.decoding import beam_search, temperature_sample
@@ -155,8 +154,6 @@ def read(path: Any) -> types.SimpleNamespace:
   arrays = folder.read_arrays(path)
   settings = read_model_settings(path, arrays)
   config = settings.network.replace(dropout_rate=0.0)
-  if parameter_trees.has_own_biases(arrays):
-    config = config.replace(bias_per_layer=True)
   vocabulary = types.SimpleNamespace(eos_id=VOCAB + 5)  # no text ends
   if settings.is_gpt:
     arguments: Any = (DecoderWrapper(config), vocabulary, None, temperature_sample)

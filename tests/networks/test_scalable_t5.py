@@ -230,3 +230,9 @@ def test_defaults_are_those_of_t5x():
 def test_invalid_values_are_refused(changes, text):
   with pytest.raises(ValueError, match=text):
     T5Config(vocab_size=8, **changes)
+
+
+def test_the_class_of_the_config_has_the_name_that_gin_files_use():
+  from t5x.examples.scalable_t5 import network
+
+  assert getattr(network, type(scalable()).__name__) is type(scalable())

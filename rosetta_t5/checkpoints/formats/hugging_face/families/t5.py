@@ -204,6 +204,8 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   if config.get("model_type") == _LONG:
     settings["encoder"] = long_t5.read_encoder(config)
     settings["divide_tied_logits"] = _divides_logits(config)
+  if parameter_trees.has_own_biases(arrays):
+    settings["bias_per_layer"] = True
   if layers := _expert_layers(arrays):
     settings |= {
       "num_experts": _count_experts(arrays),
