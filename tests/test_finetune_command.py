@@ -10,11 +10,15 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import gin
 import numpy as np
 import pytest
 import seqio
+import transformers_texts
+from hub_server import serve
 from test_folder_runs import VOCABULARY, make_folder
 from test_run import logged
 
@@ -256,6 +260,15 @@ def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_umt5_whose_layers_have_biases_of_their_own_takes_an_adapter(given, tmp_path):
+  transformers_texts.write_folder("5.24.0/umt5", tmp_path / "model")
+  columns = ("--inputs", "text", "--targets", "label")
+  arguments = (tmp_path / "model", given / "rows.csv", *columns, "--out", tmp_path / "out")
+  status, out, errors = call("finetune", *arguments, "--lora", 4, "--dry_run")
+  assert status == 0, errors
+  assert settings_of(out)["network.T5Config.bias_per_layer"] == "True"
+
+
 def test_the_splits_of_a_folder_are_trained_on_and_evaluated(given, tmp_path):
   for split in ("train", "validation", "test"):
     (tmp_path / "rows" / split).mkdir(parents=True)
@@ -334,7 +347,8 @@ def test_known_tasks_have_the_vocabulary_of_the_model(given, tmp_path, more):
     ("rows.csv", "text,label\na,b\n", "--steps 3 --epochs 2", "both set TRAIN_STEPS"),
     ("rows.csv", "text,label\n", "", "contains no rows"),
     ("rows.csv", "text,label\na,\n", "", "label is empty"),
-    ("rows.csv", "text;label\na;b\n", "", "no column 'text' among 'text;label'"),
+    ("rows.csv", "text:label\na:b\n", "", "no column 'text' among 'text:label'"),
+    ("rows.csv", "text;text;label\na;b;c\n", "", "has two columns 'text': rename one"),
     ("rows.parquet", "text,label\n", "", "the file is damaged"),
     ("rows.jsonl", '{"text": {"a": 1}, "label": "b"}\n', "", "text is an object, not text"),
     ("row.jsonl", "", "", "did you mean 'row.jsonl'?"),
@@ -353,6 +367,36 @@ def test_a_mistake_in_the_data_is_reported_before_the_model_is_read(
   assert message in errors
   assert message not in caplog.text  # it is printed once
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_downloaded_once_and_a_wrong_name_is_reported(given, tmp_path):
+  def finetune(model, out, **environment):
+    # The library reads its settings when it is imported.
+    code = (
+      f"import sys; sys.path[:] = {sys.path!r}; from rosetta_t5 import cli; sys.exit(cli.main())"
+    )
+    steps = ("--steps", "2", "--batch_size", "8", "--out", str(tmp_path / out))
+    command = (model, str(given / "rows.csv"), "--inputs", "text", "--targets", "label", *steps)
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), **environment}
+    return subprocess.run(
+      [sys.executable, "-c", code, "finetune", *command],
+      env=environment,
+      capture_output=True,
+      text=True,
+    )
+
+  with serve("an-owner/tiny", given / "model") as (address, requested):
+    wrong = finetune("an-owner/tyni", "wrong", HF_ENDPOINT=address)
+    assert wrong.returncode == 1
+    assert "hub has no model of this name for you: correct the name" in wrong.stderr
+    first = finetune("an-owner/tiny", "first", HF_ENDPOINT=address)
+    assert first.returncode == 0, first.stderr[-2000:]
+  assert sorted(requested) == sorted(os.listdir(given / "model"))
+  second = finetune("an-owner/tiny", "second", HF_HUB_OFFLINE="1")
+  assert second.returncode == 0, second.stderr[-2000:]
+  assert checkpoints.latest_step(tmp_path / "first") == 2
+  assert checkpoints.latest_step(tmp_path / "second") == 2
 
 
 def test_without_a_network_the_error_says_how_to_bring_a_folder(given, tmp_path, monkeypatch):

@@ -68,40 +68,46 @@ def adapter_facts(
   about_base = {
     "base": os.path.abspath(base),
     "base_parameters": sorted(names),
-    "base_fingerprint": int(_fingerprint({name: flat[name] for name in names})),
+    "base_fingerprint": _fingerprint({name: flat[name] for name in names}),
   }
   return {ADAPTER: {**settings, **about_base}}
 
 
-@jax.jit
-def _fingerprint(params: Mapping[str, jax.Array]) -> jax.Array:
-  """Returns a uint32 that depends on the names and values of parameters, as bfloat16.
+def _fingerprint(params: Mapping[str, Any]) -> int:
+  """Returns 32 bits that depend on the names and values of parameters, as bfloat16.
 
-  It does not depend on how they are split over devices, nor on the layout and floating-point type of the checkpoint.
+  They do not depend on how arrays are split over devices, nor on the layout and floating-point type of the
+  checkpoint. One stored array at a time is in memory.
   """
-  total = jnp.uint32(0)
+  total = 0
   for name, value in sorted(params.items()):
-    value = value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-    position = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
-    words = (bits.astype(jnp.uint32) + 1) * (2 * position + 1)  # odd factors lose no bits
-    total = total * 31 + jnp.sum(words, dtype=jnp.uint32) + jnp.uint32(zlib.crc32(name.encode()))
+    words = _sum_of_words(value.get() if isinstance(value, StoredArray) else value)
+    total = (total * 31 + int(words) + zlib.crc32(name.encode())) % 2**32
   return total
 
 
+@jax.jit
+def _sum_of_words(value: jax.Array) -> jax.Array:
+  value = value.astype(jnp.bfloat16) if jnp.issubdtype(value.dtype, jnp.floating) else value
+  bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+  position = jnp.arange(value.size, dtype=jnp.uint32).reshape(value.shape)
+  words = (bits.astype(jnp.uint32) + 1) * (2 * position + 1)  # odd factors lose no bits
+  return jnp.sum(words, dtype=jnp.uint32)
+
+
 def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
-  """Raises ValueError if the base of a restored checkpoint is not the one with which its adapter was trained.
+  """Raises ValueError if the base of a checkpoint is not the one with which its adapter was trained.
 
   Args:
     path: the checkpoint.
     fact: what it states about its adapter.
-    restored: the restored arrays, by flat name.
+    restored: the arrays of both, by flat name.
   """
   names, expected = fact.get("base_parameters", ()), fact.get("base_fingerprint")
   found = {name: restored[name] for name in names if name in restored}
   # In another network they have other names, and if the adapter is merged, other values.
   is_comparable = len(found) == len(names) and not is_merged(restored, fact)
-  if expected is not None and is_comparable and int(_fingerprint(found)) != expected:
+  if expected is not None and is_comparable and _fingerprint(found) != expected:
     raise ValueError(
       f"{fact['base']} is not the model with which the adapter of {path} was trained: its parameters differ, or "
       "frozen_dtype is now 'int8' and was not. Move the original back to this path, or restore frozen_dtype"

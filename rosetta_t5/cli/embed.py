@@ -92,9 +92,8 @@ def _open_encoder(options: argparse.Namespace) -> Any:
   from rosetta_t5.trained_model import open_checkpoint, read_run
 
   options.model_dir = local_folder(options.model_dir)
-  used = ("model", "partitioner")
-  given = (options.model_dir, options.flags, options.trust, used, options.adapter)
-  run, restore_cfg = read_run(*given)
+  given = (options.model_dir, options.flags, options.trust, ("model", "partitioner"))
+  run, restore_cfg = read_run(*given, options.adapter)
   if not isinstance(model := run["model"], EncoderDecoderModel):
     raise ConfigError(f"--model_dir {options.model_dir} has no encoder: give an encoder-decoder")
   encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)

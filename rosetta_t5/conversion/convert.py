@@ -40,12 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("destination", metavar="DST", help="the folder to write")
   add("--to", required=True, choices=LAYOUTS, help="the layout to write")
   add("--dtype", choices=("float32", "bfloat16"), help="the parameters' dtype")
-  add(
-    "--tree",
-    choices=("plain", "scalable"),
-    help="parameter tree to write, without optimizer state: plain, or scalable (stacked layers); "
-    "default: SRC's tree with its state",
-  )
+  text = "plain, or scalable (stacked layers), without optimizer state; default: SRC's tree with it"
+  add("--tree", choices=("plain", "scalable"), help=text)
   add("--encoder-only", action="store_true", help="leave the decoder out")
   add("--model-type", choices=hugging_face_folder.MODEL_TYPES, help="the family in Transformers")
   add("--config", help="the run's config.gin, or a config.json; default: SRC's own")
@@ -94,13 +90,14 @@ def convert(
 
   Raises:
     ConversionError: the logits of the two checkpoints differ.
-    ValueError: the source cannot be written in this layout.
+    ValueError: the source cannot be written in this layout, or is an adapter of another base than the present one.
   """
   path = checkpoint_to_use(source)
   verify_files(path)
   stored: Any = read_arrays(path)
   stored = with_averages(stored) if to in ("hf", "peft") else stored
   fact = checkpoint_folders.adapter_fact(path)
+  adapter_checkpoints.check_base(path, fact, stored)
   if to == "peft":
     if dtype or tree or encoder_only:
       raise ValueError("--to peft has no --dtype, --tree and --encoder-only: leave them out")

@@ -135,7 +135,7 @@ def test_only_the_base_of_the_fingerprint_is_accepted():
 
 
 @pytest.mark.slow
-def test_another_base_is_refused(found, adapted, moved):
+def test_another_base_is_refused(found, adapted, moved, tmp_path):
   _, path, _ = found
   with pytest.raises(ValueError, match=r"its base .* is missing"):
     trained_model.open_model_dir(adapted[1])
@@ -144,8 +144,9 @@ def test_another_base_is_refused(found, adapted, moved):
   name = min(name for name in arrays if name.endswith("k_proj.weight"))
   arrays[name][3, 5] *= -1
   save_file(arrays, path / "model.safetensors", {"format": "pt"})
-  with pytest.raises(ValueError, match="is not the model with which the adapter"):
-    trained_model.open_model_dir(adapted[1])
+  for use in (trained_model.open_model_dir, lambda run: convert(run, tmp_path / "hf", "hf")):
+    with pytest.raises(ValueError, match="is not the model with which the adapter"):
+      use(adapted[1])
 
 
 @pytest.mark.slow

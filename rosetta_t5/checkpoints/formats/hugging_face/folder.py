@@ -70,6 +70,7 @@ def local_folder(source: epath.PathLike) -> str:
   if not _HUB_NAME.fullmatch(name) or os.path.lexists(name) or os.path.isdir(name.split("/")[0]):
     return name
   from huggingface_hub import snapshot_download  # importing it takes time
+  from huggingface_hub.errors import RepositoryNotFoundError
 
   download = functools.partial(snapshot_download, name, ignore_patterns=["*/*"])
   try:
@@ -78,6 +79,11 @@ def local_folder(source: epath.PathLike) -> str:
       folder = download(allow_patterns=[*_HUB_FILES, "pytorch_model*.bin"])
     if "modules.json" in os.listdir(folder):  # of sentence-transformers
       download(allow_patterns=_MODULE_FILES, ignore_patterns=None)
+  except RepositoryNotFoundError:
+    raise ValueError(
+      f"There is no folder {name}, and Hugging Face's hub has no model of this name for you: correct the name, or "
+      "log in if the model is private or its terms must be accepted (hf auth login)"
+    ) from None
   except (OSError, ValueError) as error:
     raise ValueError(
       f"There is no folder {name}, and the model of this name on Hugging Face's hub cannot be "

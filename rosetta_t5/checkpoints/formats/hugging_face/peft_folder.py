@@ -226,10 +226,9 @@ def _read_ia3(groups: Groups, modules: Mapping[str, Module]) -> Read:
   scaled: dict[str, list[str]] = {"inputs": [], "all": []}
   for name, group in groups.items():
     module, vector = modules[name], group[IA3_VECTOR]
-    of_inputs = vector.shape[0] == 1
-    size = module.outputs * len(module.kernels)
-    _check_shapes(name, group, {IA3_VECTOR: (1, module.inputs) if of_inputs else (size, 1)})
-    count = len(module.kernels)
+    of_inputs, count = vector.shape[0] == 1, len(module.kernels)
+    expected = (1, module.inputs) if of_inputs else (module.outputs * count, 1)
+    _check_shapes(name, group, {IA3_VECTOR: expected})
     parts = [vector.ravel()] * count if of_inputs else np.split(vector.ravel(), count)
     scaled["all"] += module.kernels
     scaled["inputs"] += module.kernels if of_inputs else ()
