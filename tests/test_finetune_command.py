@@ -260,6 +260,7 @@ def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_umt5_whose_layers_have_biases_of_their_own_takes_an_adapter(given, tmp_path):
   transformers_texts.write_folder("5.24.0/umt5", tmp_path / "model")
   columns = ("--inputs", "text", "--targets", "label")

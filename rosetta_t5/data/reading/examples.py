@@ -215,7 +215,7 @@ def _parse(feature: str, template: str) -> list[tuple[str, str | None]]:
 def _text_of(record: Mapping[str, Any], column: str) -> str:
   """Returns the text in a column; `a.b` is the entry b of the objects in column a, if that is no column."""
   outer, _, inner = column.partition(".")
-  entries = record.get(outer)
+  entries: Any = record.get(outer)
   is_entry = column not in record and isinstance(entries, Mapping) and inner in entries
   return _as_text(entries[inner] if is_entry else record[column])
 
