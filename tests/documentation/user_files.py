@@ -129,7 +129,7 @@ def _write_text(folder: pathlib.Path) -> None:
   _write_jsonl(folder / "corpus/c.jsonl.zst", ({"text": text} for text in TEXTS))
   questions = (
     {"question": f"What is {n}?", "context": text, "answer": f"{n}"}
-    for n, text in enumerate(TEXTS[:4])
+    for n, text in enumerate(TEXTS[:40])
   )
   _write_jsonl(folder / "questions.jsonl", questions)
   rows = [{"question": f"What is the square of {n}?", "answer": f"{n * n}"} for n in range(40)]
