@@ -161,7 +161,7 @@ class TrainLoop:
     hooks = [evaluate, Hook(lambda _: gc.collect(), self.gc_period)]
     if (cfg := self.save_cfg) is not None:
       # Checkpoints come first: an evaluation that fails must not lose the steps before it.
-      hooks.insert(0, Hook(self._save, cfg.period, cfg.checkpoint_steps or ()))
+      hooks.insert(0, Hook(self._save, cfg.period, cfg.checkpoint_steps or (), at_end=True))
     with (
       checkpoints.finish_saves_on_error(self.manager),
       self._progress,
@@ -308,18 +308,16 @@ class TrainLoop:
     Raises:
       NonFiniteError: a parameter is not finite.
     """
-    if self.manager is None:
+    if self.manager is None or step in self.manager.all_steps():
       return
     self._check_values(self.measure_run(step, {}, self.trainer.train_state))
-    if step in self.manager.all_steps():
-      return
     self._watchdog.set_phase(f"saving step {step}")
     save_started = time.monotonic()
     self.manager.save(self.trainer.train_state)
     self._write_scalar("timing/checkpoint_seconds", time.monotonic() - save_started)
 
   def _complete(self) -> None:
-    """Saves the last step, and waits until everything in the background is done."""
+    """Saves the step at which an interruption or an action has ended the run, and waits until everything in the background is done."""
     self._save(self._step)
     self._collect_predictions()
     if self.manager is not None:

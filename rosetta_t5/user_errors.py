@@ -164,4 +164,7 @@ def _message(error: Exception) -> str:
     # TensorStore has one code for memory and disks.
     lacking = "space on the disk" if "No space left" in text else "memory"
     return f"there is not enough {lacking}: {text.removeprefix('RESOURCE_EXHAUSTED: ')}"
+  if text.startswith("Failed to evaluate task") and (cause := error.__cause__):  # SeqIO's text
+    last = traceback.extract_tb(cause.__traceback__)[-1]
+    text += f"\n  {type(cause).__name__} in {last.filename}, line {last.lineno}:  {last.line}"
   return text

@@ -66,15 +66,18 @@ def test_run_functions_are_found_by_name(monkeypatch):
   from rosetta_t5.eval import evaluate
   from rosetta_t5.export.saved_model import save
   from rosetta_t5.infer import infer
+  from rosetta_t5.inference.result_files import write_inferences_to_file
   from rosetta_t5.precompile import precompile
   from rosetta_t5.train import train
 
-  for name in ("train", "evaluate", "infer", "precompile", "save"):
+  for name in ("train", "evaluate", "infer", "precompile", "save", "write_inferences_to_file"):
     # A run of another test may have set its own function there.
     monkeypatch.delattr(sys.modules["__main__"], name, raising=False)
   assert find_run_function("train") is train
   assert (find_run_function("evaluate"), find_run_function("infer")) == (evaluate, infer)
   assert (find_run_function("precompile"), find_run_function("save")) == (precompile, save)
+  # T5X's names of `t5x.infer`, as docs/inference.md binds them.
+  assert find_run_function("write_inferences_to_file") is write_inferences_to_file
 
 
 def test_error_of_an_unknown_mode_lists_the_modes(capsys):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
 from tiny_tasks import PAIRS, add_task, byte_model
 
-from rosetta_t5.checkpoints import CheckpointConfig
+from rosetta_t5.checkpoints import CheckpointConfig, SaveCheckpointConfig, all_steps
 from rosetta_t5.data import DatasetConfig
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.inference.evaluation import PredictionEvaluation
@@ -17,6 +18,7 @@ from rosetta_t5.parallel import PjitPartitioner
 from rosetta_t5.train import train
 from rosetta_t5.training import Trainer
 from rosetta_t5.training.actions import ActionMode, BaseAction
+from rosetta_t5.user_errors import exit_on_user_error
 
 TASK = "pairs_of_a_run"
 
@@ -164,10 +166,22 @@ def test_training_continues_if_the_task_has_no_metrics(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_metric_that_fails_ends_the_run(tmp_path):
-  message = "pairs_with_a_broken_metric: KeyError: 'the metric is broken' .* in broken.*are saved"
-  with pytest.raises(ValueError, match=message):
-    run(tmp_path, "pairs_with_a_broken_metric")
+def test_a_metric_that_fails_ends_the_run_with_its_line_and_keeps_the_last_step(tmp_path, capsys):
+  checkpoint_cfg = CheckpointConfig(save=SaveCheckpointConfig())
+  with pytest.raises(SystemExit), exit_on_user_error():
+    run(
+      tmp_path,
+      "pairs_with_a_broken_metric",
+      run_eval_before_training=False,
+      eval_period=0,
+      checkpoint_cfg=checkpoint_cfg,
+    )
+  output = capsys.readouterr().err
+  assert "task pairs_with_a_broken_metric: 'the metric is broken'\n  KeyError in " in output
+  assert re.search(
+    r"_predictions\.py, line \d+:  raise KeyError\(.the metric is broken.\)\n", output
+  )
+  assert all_steps(tmp_path) == [0, 2]
 
 
 @pytest.mark.slow

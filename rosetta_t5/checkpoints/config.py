@@ -58,6 +58,12 @@ class SaveCheckpointConfig:
   state_transformation_fns: Sequence[Callable[..., Any]] = dataclasses.field(default_factory=list)
   checkpoint_manager_cls: _ManagerClass = OrbaxCheckpointManagerInterface
 
+  def times(self) -> str:
+    """Returns when checkpoints are saved, such as "every 100 steps and at start and end"."""
+    times = [f"every {self.period} steps"] if self.period else []
+    times += [f"at {', '.join(map(str, self.checkpoint_steps))}"] if self.checkpoint_steps else []
+    return " and ".join([*times, "at start and end"])
+
 
 @dataclasses.dataclass
 class RestoreCheckpointConfig:

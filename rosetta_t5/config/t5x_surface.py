@@ -113,6 +113,7 @@ RUN_FUNCTION_MODULES = {
   "evaluate": "rosetta_t5.eval",
   "infer": "rosetta_t5.infer",
   "create_task_from_tfexample_file": "rosetta_t5.data.tasks.file_task",
+  "write_inferences_to_file": "rosetta_t5.inference.result_files",
   "precompile": "rosetta_t5.precompile",
   "save": "rosetta_t5.export.saved_model",
 }
@@ -134,8 +135,7 @@ def find_run_function(name: str) -> Callable[..., Any]:
   Raises:
     KeyError: there is no run function of this name.
   """
-  own = getattr(sys.modules["__main__"], name, None)
-  if callable(own):
+  if callable(own := getattr(sys.modules["__main__"], name, None)):
     return own
   return getattr(importlib.import_module(RUN_FUNCTION_MODULES[name]), name)
 

@@ -230,8 +230,7 @@ def check_same_settings(
   Raises:
     ValueError: the settings differ.
   """
-  changes = compare_descriptions(read_json_object(file), json.loads(json.dumps(settings)))
-  if changes:
+  if changes := compare_descriptions(read_json_object(file), json.loads(json.dumps(settings))):
     raise ValueError(
       f"{os.fspath(to_remove).removesuffix(COMPLETED)} contains the results of an earlier run. Changed "
       f"since: {'; '.join(changes)}. Undo this to use them, or remove {to_remove} to compute new ones"

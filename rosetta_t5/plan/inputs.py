@@ -213,11 +213,8 @@ def _saves(plan: Any) -> str:
   save = plan["checkpoint_cfg"].save
   if save is None:
     return "no checkpoints"
-  times = [f"every {save.period} steps"] if save.period else []
-  times += [f"at {', '.join(map(str, save.checkpoint_steps))}"] if save.checkpoint_steps else []
   kept = f"the last {save.keep} kept" if save.keep else "all kept"
-  when = " and ".join([*times, "at start and end"])
-  return f"checkpoints {when}, {kept}, {save.dtype}, in {plan['model_dir']}"
+  return f"checkpoints {save.times()}, {kept}, {save.dtype}, in {plan['model_dir']}"
 
 
 def _check(plan: Any, cfg: Any, paths: Sequence[str]) -> None:

@@ -165,7 +165,7 @@ def describe_setup(
   axes = " ".join(f"{name}={size}" for name, size in partitioner.mesh.shape.items())
   given = dataset_cfg.task_feature_lengths or {}
   lengths = ", ".join(f"{name} {length}" for name, length in given.items())
-  saves = f"a checkpoint every {save_cfg.period} steps" if save_cfg else "no checkpoints"
+  saves = f"checkpoints {save_cfg.times()}" if save_cfg else "no checkpoints"
   kind = f"{devices.flat[0].device_kind} device{'s' * (devices.size > 1)}"
   batch = f"batch {dataset_cfg.batch_size}{': ' * bool(lengths)}{lengths}"
   rows = [

@@ -7,6 +7,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from rosetta_t5.checkpoints import SaveCheckpointConfig
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.telemetry import console
 
@@ -33,12 +34,16 @@ def description(**overrides):
 
 
 def test_setup_shows_devices_data_and_output():
-  save_cfg = types.SimpleNamespace(period=10)
+  save_cfg = SaveCheckpointConfig(period=10)
   assert setup(lengths={"inputs": 64, "targets": 32}, save_cfg=save_cfg) == [
     "devices   8 cpu devices, mesh data=4 model=2",
     "data      pile, batch 16: inputs 64, targets 32",
-    "writes    /runs/a, a checkpoint every 10 steps",
+    "writes    /runs/a, checkpoints every 10 steps and at start and end",
   ]
+  save_cfg = SaveCheckpointConfig(checkpoint_steps=[3, 7])
+  assert (
+    setup(save_cfg=save_cfg)[-1] == "writes    /runs/a, checkpoints at 3, 7 and at start and end"
+  )
 
 
 def test_setup_omits_lengths_and_checkpoints_that_there_are_not():
