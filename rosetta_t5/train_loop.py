@@ -214,8 +214,7 @@ class TrainLoop:
       hint = "run the same command to continue" if self.manager else "no checkpoint was saved"
       terminal.print_line(f"interrupted  after step {self._step}: {hint}")
       raise distributed.RunInterrupted(self._step, self._interruption.by_ctrl_c)
-    state = self.trainer.train_state
-    return int(state.step), state
+    return int(self.trainer.train_state.step), self.trainer.train_state
 
   def _train_until(self, stop: int) -> None:
     """Trains until step `stop` or an interruption, and reports the metrics of these steps."""

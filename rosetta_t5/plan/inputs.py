@@ -210,8 +210,7 @@ def _is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def _saves(plan: Any) -> str:
-  save = plan["checkpoint_cfg"].save
-  if save is None:
+  if (save := plan["checkpoint_cfg"].save) is None:
     return "no checkpoints"
   kept = f"the last {save.keep} kept" if save.keep else "all kept"
   return f"checkpoints {save.times()}, {kept}, {save.dtype}, in {plan['model_dir']}"
