@@ -335,6 +335,7 @@ def open_model(
   task_feature_lengths: Mapping[str, int] | None = None,
   flags: Sequence[str] = (),
   optimizer_def: OptimizerDef | None = None,
+  add_eos: bool = True,
 ) -> InteractiveModel:
   """Opens what `rosetta-t5 infer --model_dir` opens.
 
@@ -345,6 +346,7 @@ def open_model(
     task_feature_lengths: length of each feature; None for those of the run or the folder.
     flags: change the run, such as ["--gin.decoding.temperature_sample.temperature=0.7"].
     optimizer_def: the optimizer of training steps; None for T5's Adafactor.
+    add_eos: whether inputs and targets end with the end token. A language model continues texts without it.
 
   Raises:
     ValueError: there is no such model.
@@ -364,5 +366,6 @@ def open_model(
     restore_mode=restore_cfg.mode,
     checkpoint_path=str(restore_cfg.path),
     input_shapes={name: (batch_size, length) for name, length in shapes.items()},
+    add_eos=add_eos,
     restore_cfg=restore_cfg,
   )

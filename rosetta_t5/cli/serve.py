@@ -57,22 +57,20 @@ def _serve(options: argparse.Namespace) -> int:
   if not (tokens or is_local):
     text = f"note: anyone who can reach {options.host} can use the models; set --token_file to require a token"
     print(text, file=sys.stderr)
-  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
   # Middleware compares what is before the first colon, so an IPv6 address is "[".
   hosts = ["localhost", "127.0.0.1", "["] if is_local and not tokens else ["*"]
-  with socket.socket(family) as bound:
+  with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as bound:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # An address at which another server listens is an error before the models are read.
     try:
       bound.bind((options.host, options.port))
     except (OSError, OverflowError) as error:
       reason = getattr(error, "strerror", error)
-      text = (
+      raise ConfigError(
         f"--host {options.host} --port {options.port} cannot be used ({reason}): give another one"
-      )
-      raise ConfigError(text) from error
+      ) from error
     # Process 1 of a container would ignore SIGTERM until the web server handles it.
     for each in (signal.SIGINT, signal.SIGTERM):
       signal.signal(each, lambda number, _: os._exit(128 + number))

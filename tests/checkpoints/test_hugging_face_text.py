@@ -203,6 +203,15 @@ def test_a_folder_needs_a_task_and_a_folder_for_results(folder, arguments, messa
 
 
 @pytest.mark.slow
+def test_an_interactive_model_continues_texts_as_infer_does(tmp_path):
+  write_folder("4.57.6/gpt2", tmp_path / "model", "greedy")
+  lengths = {"inputs": 8, "targets": transformers_texts.NEW_TOKENS}
+  model = open_model(tmp_path / "model", str(tmp_path / "out"), 8, lengths, add_eos=False)
+  texts = [text.decode() for _, text in model.predict_with_aux(PROMPTS)[0]]
+  assert texts == RECORDED["4.57.6/gpt2"]["greedy"]
+
+
+@pytest.mark.slow
 def test_an_interactive_model_opens_a_folder_and_trains_it(folder, tmp_path):
   lengths = {"inputs": 8, "targets": transformers_texts.NEW_TOKENS}
   model = open_model(folder, str(tmp_path / "out"), 8, lengths)
