@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from collections.abc import Iterator
 _HERE = pathlib.Path(__file__).parent
 # The path of the stand-in that serves all tests.
 VARIABLE = "FORKED_PYTHON"
-# What Python, jax and XLA read when they start; each command has its own.
-_READ_AT_START = ("JAX_", "PYTHON", "XLA_FLAGS")
+# What Python, jax and XLA read when they start; each command has its own. PYTHONPATH stays: it may say which copy of this
+# package is tested.
+_READ_AT_START = re.compile("JAX_|PYTHON(?!PATH)|XLA_FLAGS")
 
 
 def python() -> str:
@@ -38,7 +40,7 @@ def serving(with_seqio: bool = False) -> Iterator[str]:
   Args:
     with_seqio: whether the processes have imported TensorFlow and SeqIO too, as runs do.
   """
-  environment = {n: x for n, x in os.environ.items() if not n.startswith(_READ_AT_START)}
+  environment = {n: x for n, x in os.environ.items() if not _READ_AT_START.match(n)}
   with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
     listener.bind(f"{folder}/socket")
     listener.listen()

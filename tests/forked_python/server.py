@@ -82,6 +82,8 @@ def _become(request: dict[str, Any], files: list[int], set_by_imports: dict[str,
     os.close(file)
   for number in request["closed"]:
     os.close(number)
+  ours = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+  sys.path[:] = [entry for entry in sys.path if entry not in ours]  # The command has its own.
   os.environ.clear()
   os.environ.update(set_by_imports | request["environment"])
   _configure_jax()
