@@ -260,6 +260,22 @@ def test_a_decoder_reads_inputs_and_targets_as_one_row(given, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_finetuned_decoder_predicts_the_same_from_the_folder_that_is_converted(given, tmp_path):
+  arguments = (given / "decoder", given / "rows.csv", "--inputs", "text", "--targets", "label")
+  run, folder, found = tmp_path / "run", tmp_path / "folder", []
+  options = ("--steps", 3, "--batch_size", 8, "--metrics", "accuracy", "--out", run)
+  assert call("finetune", *arguments, *options)[0] == 0
+  assert call("convert", run, folder, "--to", "hf")[0] == 0
+  for model in (run, folder):
+    options = ("--input", given / "rows.csv", "--template", "text", "--output_length", 8)
+    output = tmp_path / f"{model.name}.jsonl"
+    status, _, errors = call("infer", "--model_dir", model, *options, "--output", output)
+    assert status == 0, errors
+    found.append([json.loads(line)["prediction"] for line in output.read_text().splitlines()])
+  assert len(found[0]) == ROWS
+  assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_a_umt5_whose_layers_have_biases_of_their_own_takes_an_adapter(given, tmp_path):
   transformers_texts.write_folder("5.24.0/umt5", tmp_path / "model")

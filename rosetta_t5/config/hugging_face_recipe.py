@@ -129,24 +129,26 @@ class _Folder:
   def _vocabulary(self) -> tuple[str, dict[str, Any]]:
     """Returns the function that makes the folder's vocabulary, and its arguments.
 
-    A SentencePiece model is preferred, because it works in exports too. It is not used if tokens were added
-    to it, if texts end with another token, or if the folder has a chat template.
+    Of an encoder-decoder, a SentencePiece model is preferred, because it works in exports too. It is not used if
+    tokens were added to it, if texts end with another token, or if the folder has a chat template. A decoder's
+    tokenizer.json also says whether the end token follows the inputs.
     """
     path = self.path
     if self.tokenizer_config.get("tokenizer_class") == "ByT5Tokenizer":
       return "seqio.ByteVocabulary", {"extra_ids": self.tokenizer_config.get("extra_ids", 125)}
     model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
     tokenizer = path / "tokenizer.json"
-    templates = read_tokenizer_folder(str(path)).templates if tokenizer.exists() else {}
-    if model is not None and not (self.is_shifted or templates):
+    has_tokenizer = tokenizer.exists()
+    is_whole = has_tokenizer and (self.is_decoder or read_tokenizer_folder(str(path)).templates)
+    if model is not None and not (self.is_shifted or is_whole):
       extra_ids, missing = self._extra_tokens(model)
-      if not (missing and tokenizer.exists()):
+      if not (missing and has_tokenizer):
         if missing:
           names = ", ".join(sorted(missing))
           self.notes.append(f"{model.name} lacks {names}: save the tokenizer as tokenizer.json too")
         arguments = {"sentencepiece_model_file": str(model), "extra_ids": extra_ids}
         return "seqio.SentencePieceVocabulary", arguments
-    if tokenizer.exists():
+    if has_tokenizer:
       return "data.tokenizer_vocabulary", {"file": str(tokenizer), "shift": int(self.is_shifted)}
     if (path / "vocab.json").exists() and (path / "merges.txt").exists():
       files = {"vocab_file": str(path / "vocab.json"), "merges_file": str(path / "merges.txt")}

@@ -88,9 +88,9 @@ def test_special_ids_and_the_rules_of_inputs_come_from_the_folder(folders: pathl
     return (*shown, v.unk_id, v.begin_ids, v.ends_inputs)
 
   # Of the two ends in config.json, the tokenizer's own; without one there, that of tokenizer_config.json.
-  assert ids("llama") == ("<|eot_id|>", "<|begin_of_text|>", None, [], True)
+  assert ids("llama") == ("<|eot_id|>", "<|begin_of_text|>", None, [], False)
   assert ids("qwen")[:2] == ("<|im_end|>", None)
-  assert ids("gemma") == ("<eos>", "<bos>", 3, [], True)
+  assert ids("gemma") == ("<eos>", "<bos>", 3, [], False)
   assert ids("t5") == ("</s>", 2, [], True)
 
 

@@ -26,7 +26,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   byte-level BPE (Radford et al. 2019), therefore needs a shift of 1.
 
   Texts are encoded without begin and end tokens: SeqIO appends the end token, and `begin_ids` and
-  `ends_inputs` say what Transformers adds to the inputs of an encoder.
+  `ends_inputs` say what Transformers adds to inputs.
   """
 
   def __init__(
@@ -104,8 +104,8 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @property
   def ends_inputs(self) -> bool:
-    """Whether the inputs of the folder's encoder end with the end token; true without a model's folder."""
-    return not self.folder.is_encoder_decoder or bool(self._surrounding_ids[1])
+    """Whether inputs end with the end token, as the folder's tokenizer ends texts; true without a model's folder."""
+    return self.folder.is_encoder_decoder is None or bool(self._surrounding_ids[1])
 
   @property
   def extra_ids(self) -> int:
