@@ -316,7 +316,7 @@ class TrainLoop:
     self._write_scalar("timing/checkpoint_seconds", time.monotonic() - save_started)
 
   def _complete(self) -> None:
-    """Saves the step at which an interruption or an action has ended the run, and waits until everything in the background is done."""
+    """Saves the last step, if it is not yet saved, and waits until everything in the background is done."""
     self._save(self._step)
     self._collect_predictions()
     if self.manager is not None:

@@ -68,9 +68,8 @@ def _serve(options: argparse.Namespace) -> int:
       bound.bind((options.host, options.port))
     except (OSError, OverflowError) as error:
       reason = getattr(error, "strerror", error)
-      raise ConfigError(
-        f"--host {options.host} --port {options.port} cannot be used ({reason}): give another one"
-      ) from error
+      text = f"--host {options.host} --port {options.port} cannot be used ({reason}): give another"
+      raise ConfigError(text) from error
     # Process 1 of a container would ignore SIGTERM until the web server handles it.
     for each in (signal.SIGINT, signal.SIGTERM):
       signal.signal(each, lambda number, _: os._exit(128 + number))

@@ -178,8 +178,8 @@ def _array_collectives(
   shards = work.present(rows & split & {*mesh.BATCH_AXES, mesh.CONTEXT_AXIS})
   others = work.present(rows - split)
   size = count * work.microbatches * work.layout.bytes_of(array, work.examples, shards)
-  # Where only one of sharding and other axes applies, XLA gathers a table once for lookups and once for both passes of
-  # tied logits, and adds up its gradients first.
+  # A table that is split by exactly the axes of the rows, or not at all, is gathered once for all lookups and once for
+  # both passes of tied logits, and XLA adds up its gradients before it sends them.
   is_whole = split <= {*shards} and not (shards and others)
   reads = {x.primitive: _times_read(x) for x in readers}
   gathers = min(sum(reads.values()), 2) if is_whole else sum(reads.values())

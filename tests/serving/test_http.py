@@ -565,7 +565,7 @@ def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(tmp_pat
   assert "has no token" in capsys.readouterr().err
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
     cli.main([*call, "--port", str(taken.getsockname()[1])])
-  assert "cannot be used (Address already in use): give another one" in capsys.readouterr().err
+  assert "cannot be used (Address already in use): give another" in capsys.readouterr().err
 
 
 def test_a_server_with_known_names_refuses_others(model):

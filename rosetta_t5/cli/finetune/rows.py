@@ -200,8 +200,10 @@ def _measure(name: str) -> Measured:
     for feature in lengths
   }
   task = dataset_config.find_task_or_mixture(train)
-  splits = {cfg.split: dataset_config.subtasks_with_split(cfg, task) for cfg in (train, evaluated)}
-  counts = [sum(x.num_input_examples(name) or 0 for x in of) or None for name, of in splits.items()]
+  counts = []
+  for cfg in (train, evaluated):
+    with_split = dataset_config.subtasks_with_split(cfg, task)
+    counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in with_split) or None)
   metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
   known = [name for name in metrics if name in task_metrics.METRICS]
   return Measured(name, found, counts[0], counts[1], known)

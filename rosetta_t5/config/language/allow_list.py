@@ -142,9 +142,8 @@ def check_binding(configurable: Configurable | None, value: Any) -> None:
 
 def _check_is_called(configurable: Configurable) -> None:
   if configurable.module != "gin" and not name_in(CALLED, configurable.wrapped):
-    raise ConfigError(
-      f"{configurable.selector} is not on the list of what may be called: {_ADVICE}"
-    )
+    name = configurable.selector
+    raise ConfigError(f"{name} is not on the list of what may be called: {_ADVICE}")
 
 
 def find_public(name: str) -> Any:

@@ -69,8 +69,7 @@ def local_folder(source: epath.PathLike) -> str:
   name = os.fspath(source)
   if not _HUB_NAME.fullmatch(name) or os.path.lexists(name) or os.path.isdir(name.split("/")[0]):
     return name
-  from huggingface_hub import snapshot_download  # importing it takes time
-  from huggingface_hub.errors import RepositoryNotFoundError
+  from huggingface_hub import errors, snapshot_download  # importing them takes time
 
   download = functools.partial(snapshot_download, name, ignore_patterns=["*/*"])
   try:
@@ -79,7 +78,7 @@ def local_folder(source: epath.PathLike) -> str:
       folder = download(allow_patterns=[*_HUB_FILES, "pytorch_model*.bin"])
     if "modules.json" in os.listdir(folder):  # of sentence-transformers
       download(allow_patterns=_MODULE_FILES, ignore_patterns=None)
-  except RepositoryNotFoundError:
+  except errors.RepositoryNotFoundError:
     raise ValueError(
       f"There is no folder {name}, and Hugging Face's hub has no model of this name for you: correct the name, or "
       "log in if the model is private or its terms must be accepted (hf auth login)"
