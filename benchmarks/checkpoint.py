@@ -28,12 +28,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rosetta_t5.checkpoints import (
-  OrbaxCheckpointManagerInterface,
-  TrainStateInitializer,
-  checkpoint_folders,
-  manager,
-)
+from rosetta_t5 import files
+from rosetta_t5.checkpoints import OrbaxCheckpointManagerInterface, TrainStateInitializer, manager
 from rosetta_t5.cli.bench import SIZES, model_config
 from rosetta_t5.models import EncoderDecoderModel
 from rosetta_t5.networks.transformer import Transformer
@@ -134,7 +130,7 @@ def without_checksums() -> Iterator[None]:
   """Inside the `with`, saves write no checksums of their files and restores verify none."""
   with (
     mock.patch.object(manager, "write_checksums"),
-    mock.patch.object(checkpoint_folders, "verify_checksums", return_value=True),
+    mock.patch.object(files, "verify_checksums", return_value=True),
   ):
     yield
 

@@ -185,6 +185,7 @@ async def main() -> None:
         )
   print(f"ratio {statistics.median(a / b for a, b in rates):.2f}")
   await model.engine.stop()
+  root.cleanup()
 
 
 if __name__ == "__main__":
