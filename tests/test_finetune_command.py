@@ -16,7 +16,6 @@ import sys
 import gin
 import numpy as np
 import pytest
-import seqio
 import transformers_texts
 from hub_server import serve
 from test_folder_runs import VOCABULARY, make_folder
@@ -28,6 +27,7 @@ from rosetta_t5.cli.finetune import choices
 from rosetta_t5.cli.finetune.command import add_arguments
 from rosetta_t5.cli.finetune.methods import METHODS, RATE
 from rosetta_t5.cli.finetune.rows import Files
+from rosetta_t5.data.tensorflow_import import seqio
 
 ROWS = 120
 OF_FILES = ("inputs", "targets", "eval", "metrics")

@@ -225,6 +225,7 @@ def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
   return [task for task in seqio.get_subtasks(provider) if has_split_to_read(task)]
 
 
+@tensorflow_import.without_autograph
 def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:
   """Returns the examples of a task or mixture: by default one unshuffled pass.
 

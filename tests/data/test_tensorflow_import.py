@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pathlib
 import subprocess
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,8 @@ from rosetta_t5.data.tensorflow_import import (
   import_seqio,
   import_tensorflow,
   quiet_tensorflow_import,
+  tf,
+  without_autograph,
 )
 
 
@@ -51,17 +56,24 @@ from rosetta_t5.data.tensorflow_import import seqio, tf
 print("tensorflow" in sys.modules, "seqio" in sys.modules)
 seqio.Feature, tf.constant
 from clu import metric_writers
-print("keras" in sys.modules, "sklearn" in sys.modules, "TF_USE_LEGACY_KERAS" in os.environ)
+imported = [name in sys.modules for name in ("keras", "sklearn", "pyglove.core")]
+print(*imported, "TF_USE_LEGACY_KERAS" in os.environ)
 import tensorflow_text
 import tensorflow_text.python.keras.layers
 print(tensorflow_text.keras.layers.ToDense.__name__, tf.keras.layers.Dense(3)(tf.ones([2, 4])).shape)
+print(type(seqio.dataset_providers.pg.oneof([1, 2])).__module__)
 """
 
 
 @pytest.mark.slow
-def test_tensorflow_seqio_and_keras_are_imported_when_they_are_first_used():
+def test_tensorflow_seqio_keras_and_pyglove_are_imported_when_they_are_first_used():
   out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-  assert out.stdout.splitlines() == ["False False", "False False False", "ToDense (2, 3)"]
+  assert out.stdout.splitlines() == [
+    "False False",
+    "False False False False",
+    "ToDense (2, 3)",
+    "pyglove.core.hyper.categorical",
+  ]
 
 
 ADVICE = (
@@ -111,3 +123,53 @@ def test_results_of_evaluations_are_written_in_utf8(tmp_path: pathlib.Path) -> N
   logger("greetings", 1, {}, rows, {"prediction": ["é"]}, ["ñ"])
   text = (tmp_path / "greetings-000001.jsonl").read_text(encoding="utf-8")
   assert all(word in text for word in ("こんにちは", "é", "ñ")), ADVICE
+
+
+def _with_if(numbers: Any) -> Any:
+  def negated_if_odd(number: Any) -> Any:
+    if number % 2 == 1:
+      number = -number
+    return number
+
+  return numbers.map(negated_if_odd)
+
+
+def _with_len(numbers: Any) -> Any:
+  return numbers.batch(2).map(lambda pair: len(pair))
+
+
+def _with_loop_over_a_dataset(numbers: Any) -> Any:
+  def sum_of_rows(number: Any) -> Any:
+    total = number * 0
+    for row in tf.data.Dataset.range(3):
+      total += row
+    return total
+
+  return numbers.map(sum_of_rows)
+
+
+@pytest.mark.parametrize(
+  ("build", "values"),
+  [
+    (lambda numbers: numbers.map(lambda number: number + 1), [1, 2, 3]),
+    (_with_if, [0, -1, 2]),
+    (_with_len, [2, 1]),
+    (_with_loop_over_a_dataset, [3, 3, 3]),
+  ],
+)
+def test_functions_that_need_autograph_have_it(
+  build: Callable[[Any], Any], values: list[int]
+) -> None:
+  dataset = without_autograph(build)(tf.data.Dataset.range(3))
+  assert list(dataset.as_numpy_iterator()) == values
+
+
+def test_functions_that_do_not_need_autograph_are_called_as_they_are() -> None:
+  files = set()
+
+  def note_file(number: Any) -> Any:
+    files.add(inspect.currentframe().f_code.co_filename)
+    return number
+
+  without_autograph(lambda: tf.data.Dataset.range(3).map(note_file))()
+  assert files == {__file__}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rosetta_t5.data.tasks.chat_task import WEIGHTS
-from rosetta_t5.data.tensorflow_import import tf
+from rosetta_t5.data.tensorflow_import import tf, without_autograph
 
 Features = Mapping[str, Any]
 
@@ -30,6 +30,7 @@ class TaskFeatureConverter:
       raise AttributeError(name)
     return getattr(self._converter, name)
 
+  @without_autograph
   def __call__(
     self, dataset: tf.data.Dataset, task_feature_lengths: Mapping[str, int] | None
   ) -> tf.data.Dataset:
