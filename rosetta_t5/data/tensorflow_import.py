@@ -154,11 +154,9 @@ def without_autograph(build: Callable[..., Any]) -> Callable[..., Any]:
   def built(*args: Any, **options: Any) -> Any:
     try:
       return tf.autograph.experimental.do_not_convert(build)(*args, **options)
-    except (
-      TypeError,
-      RuntimeError,
-    ) as error:  # "Using a symbolic `tf.Tensor` as a Python `bool` is not allowed"
-      if not re.search("symbolic|__iter__", str(error), re.IGNORECASE):
+    except (TypeError, ValueError) as error:
+      # "Using a symbolic `tf.Tensor` as a Python `bool` is not allowed", "… with AutoGraph disabled"
+      if not re.search("symbolic|autograph", str(error), re.IGNORECASE):
         raise
     return build(*args, **options)
 
