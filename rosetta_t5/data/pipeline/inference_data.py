@@ -13,7 +13,7 @@ from rosetta_t5 import terminal
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
-from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf
+from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, without_autograph
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
@@ -168,6 +168,7 @@ def chat_preprocessors() -> list[Callable[..., tf.data.Dataset]]:
   return [seqio.preprocessors.tokenize, keep_end]
 
 
+@without_autograph
 def get_dataset_from_natural_text_examples(
   examples: Sequence[Example],
   preprocessors: Sequence[Callable[..., tf.data.Dataset]],
