@@ -20,8 +20,6 @@ from rosetta_t5.models.encoder_decoder import EncoderDecoderModel
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
-POOLINGS = ("mean", "first")
-
 
 class EncoderModel(EncoderDecoderModel):
   """An encoder-decoder model whose parameters are those of its encoder; it predicts nothing."""
