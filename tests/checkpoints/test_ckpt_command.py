@@ -52,6 +52,7 @@ def test_pinned_and_unrecognized_checkpoints_are_marked_in_the_list(tmp_path, ca
   convert.convert(MESH_TF, tmp_path, "t5x")
   (tmp_path / "checkpoint_1000/PINNED").write_text("")
   (tmp_path / "checkpoint_2000").mkdir()
+  capsys.readouterr()
   assert run("ckpt", "ls", tmp_path) == 0
   first, second = capsys.readouterr().out.splitlines()
   assert first.split()[0] == "checkpoint_1000"

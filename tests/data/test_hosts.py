@@ -95,4 +95,4 @@ def test_files_can_be_restarted_with_the_same_number_of_processes_only(
     assert_same(batch(stopped, step, 2), batch(whole, step, 2))
   (output,) = read(stopped, corpus, 1, 3, 6)
   assert "no dataset position 'train_ds-000-of-001'" in output
-  assert "another number of shards (hosts)" in output
+  assert "or had another number of hosts" in output

@@ -53,8 +53,8 @@ REFUSED = r"the module 'os' is not imported.*--trust\s+\S*\.gin, line 3:  import
     Fault(
       "model.json is truncated",
       "truncate_to_half run/model.json; $EVAL",
-      r"model.json cannot be read as a model file",
-      2,
+      r"model.json is damaged: it has changed since it was written",
+      1,
     ),
     Fault(
       "report on a folder with a matplotlib.py of its own",
