@@ -113,6 +113,11 @@ def prompts(count: int, seed: int = 0, longest: int = 8) -> list[list[int]]:
   return [rng.integers(3, 250, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
 
 
+@functools.cache
+def jitted_predict_batch(model: Any) -> Callable[..., Any]:
+  return jax.jit(model.predict_batch_with_aux)
+
+
 def expected(opened: OpenedModel, tokens: Sequence[int], count: int) -> list[int]:
   """Returns what `predict_batch` generates for a prompt alone."""
   model: Any = opened.model
@@ -126,7 +131,7 @@ def expected(opened: OpenedModel, tokens: Sequence[int], count: int) -> list[int
     inputs = np.pad(tokens, (0, opened.lengths["inputs"] - len(tokens)))[None].astype(np.int32)
     targets = np.zeros((1, LENGTHS["targets"]), np.int32)
     batch = {"encoder_input_tokens": inputs, "decoder_input_tokens": targets}
-  decode, _ = jax.jit(model.predict_batch_with_aux)(opened.state.params, batch)
+  decode, _ = jitted_predict_batch(model)(opened.state.params, batch)
   ids = [int(token) for token in decode[0]][:count]
   return ids[: ids.index(1) + 1] if 1 in ids else ids
 
