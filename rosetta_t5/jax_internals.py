@@ -35,12 +35,10 @@ def cudnn_of_another_machine(version: int, capability: tuple[int, int]) -> Itera
   def parse(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
 
-  replaced = {
-    "check_cudnn_version": lambda: version,
-    "check_compute_capability": lambda least: capability >= parse(least),
-    "is_cuda_compute_capability_equal": lambda exact: capability == parse(exact),
-  }
-  with contextlib.ExitStack() as stack:
-    for name, function in replaced.items():
-      stack.enter_context(mock.patch.object(fused, name, function))
+  with mock.patch.multiple(
+    fused,
+    check_cudnn_version=lambda: version,
+    check_compute_capability=lambda least: capability >= parse(least),
+    is_cuda_compute_capability_equal=lambda exact: capability == parse(exact),
+  ):
     yield
