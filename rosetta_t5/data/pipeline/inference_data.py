@@ -127,7 +127,7 @@ def make_evaluator(
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
   with dataset_config.data_errors_named(cfg):
-    evaluator = evaluator_cls(
+    evaluator = without_autograph(evaluator_cls)(
       mixture_or_task_name=cfg.name,
       feature_converter=TaskFeatureConverter(
         feature_converter_cls(pack=False), provider.output_features
