@@ -1,5 +1,6 @@
 """Compiles the train step ahead of a run, and writes its HLO."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, Seed
-from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
@@ -60,16 +60,10 @@ def precompile(
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_dataset_cfg, model)
-  layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
-  dataset = get_dataset_fn(
-    train_dataset_cfg, layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS
-  )
-  batch = {
-    name: jax.ShapeDtypeStruct(
-      (layout.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
-    )
-    for name, x in as_batch_iterator(dataset).element_spec.items()
-  }
+  with contextlib.closing(
+    data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, None)
+  ) as feed:
+    batch = feed.element_spec
   model, _ = with_measured_kernel(model, batch, partitioner.mesh.shape)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=model.optimizer_def,
