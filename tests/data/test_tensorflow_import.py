@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import pathlib
 import subprocess
@@ -148,6 +149,10 @@ def _with_loop_over_a_dataset(numbers: Any) -> Any:
   return numbers.map(sum_of_rows)
 
 
+def _with_len_of_a_dataset(numbers: Any) -> Any:
+  return numbers.map(lambda number: len(tf.data.Dataset.range(number)))
+
+
 @pytest.mark.parametrize(
   ("build", "values"),
   [
@@ -155,6 +160,7 @@ def _with_loop_over_a_dataset(numbers: Any) -> Any:
     (_with_if, [0, -1, 2]),
     (_with_len, [2, 1]),
     (_with_loop_over_a_dataset, [3, 3, 3]),
+    (_with_len_of_a_dataset, [0, 1, 2]),
   ],
 )
 def test_functions_that_need_autograph_have_it(
@@ -173,3 +179,26 @@ def test_functions_that_do_not_need_autograph_are_called_as_they_are() -> None:
 
   without_autograph(lambda: tf.data.Dataset.range(3).map(note_file))()
   assert files == {__file__}
+
+
+def test_a_loop_over_a_ragged_tensor_ends() -> None:
+  def number_of_words(number: Any) -> Any:
+    return sum(tf.size(row) for row in tf.strings.split([tf.strings.as_string(number)]))
+
+  assert [row.shape[0] for row in tf.ragged.constant([[1, 2], [3]])] == [2, 1]
+  with pytest.raises(TypeError):
+    without_autograph(lambda: tf.data.Dataset.range(3).map(number_of_words))()
+
+
+def test_a_mixture_with_a_function_that_needs_autograph_is_not_reported_as_failed(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  def build() -> Any:
+    try:
+      return _with_if(tf.data.Dataset.range(3))
+    except TypeError:
+      logging.getLogger("absl").error("Failed to load task '%s'", "mine")
+      raise
+
+  without_autograph(build)()
+  assert not caplog.records
