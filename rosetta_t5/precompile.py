@@ -61,7 +61,7 @@ def precompile(
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_dataset_cfg, model)
   with contextlib.closing(
-    data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, None)
+    data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, checkpoint_cfg=None)
   ) as feed:
     batch = feed.element_spec
   model, _ = with_measured_kernel(model, batch, partitioner.mesh.shape)

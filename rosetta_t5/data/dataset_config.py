@@ -225,7 +225,6 @@ def subtasks_with_split(cfg: DatasetConfig, provider: Any) -> list[Any]:
   return [task for task in seqio.get_subtasks(provider) if has_split_to_read(task)]
 
 
-@tensorflow_import.without_autograph
 def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Dataset:
   """Returns the examples of a task or mixture: by default one unshuffled pass.
 
@@ -235,7 +234,8 @@ def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Data
     **options: further arguments of SeqIO's `get_dataset`, such as shard_info and seed.
   """
   options = {"shuffle": False, "num_epochs": 1, **options}
-  return provider.get_dataset(
+  functions = tensorflow_import.mapped_functions(provider)
+  return tensorflow_import.without_autograph(provider.get_dataset, *functions)(
     sequence_length=cfg.task_feature_lengths, split=cfg.split, use_cached=cfg.use_cached, **options
   )
 

@@ -30,6 +30,11 @@ _KERAS_VARIABLE = "TF_USE_LEGACY_KERAS"
 # callback, and for SeqIO's mixtures with rates to be searched.
 _RARELY_USED = ("tensorflow_text.python.keras", "tensorboard.plugins.hparams.api", "pyglove")
 
+# The modules whose functions and classes need no AutoGraph, and call a user's function only if a partial contains it.
+_WITHOUT_AUTOGRAPH = re.compile(
+  r"rosetta_t5\.|seqio\.(dataset_providers|evaluation|feature_converters|preprocessors|vocabularies)$"
+)
+
 
 @functools.cache
 def import_tensorflow() -> Any:
@@ -47,8 +52,6 @@ def import_tensorflow() -> Any:
     import tensorflow
 
   tensorflow.config.set_visible_devices([], "GPU")
-  # Without it, a loop over the rows of a ragged tensor inside a mapped function does not end.
-  tensorflow.RaggedTensor.__iter__ = lambda rows: (rows[row] for row in range(rows.nrows()))
   return tensorflow
 
 
@@ -116,10 +119,6 @@ def _is_useful(record: logging.LogRecord) -> bool:
   )
 
 
-def _is_no_failed_task(record: logging.LogRecord) -> bool:
-  return not str(record.msg).startswith("Failed to load task")
-
-
 class _LazyModule(ModuleType):
   """A placeholder that imports the real module when one of its attributes is used."""
 
@@ -148,27 +147,37 @@ else:
   tf = _LazyModule("tensorflow", import_tensorflow)
 
 
-def without_autograph(build: Callable[..., Any]) -> Callable[..., Any]:
-  """Makes a function build its datasets without AutoGraph, unless a function that they map needs it.
+def without_autograph(build: Callable[..., Any], *functions: Any) -> Callable[..., Any]:
+  """Returns a function that builds the same datasets as `build`, without AutoGraph if they do not need it.
 
-  AutoGraph rewrites every function that a dataset maps, so that its `if`, `for` and `while` may depend on
-  tensors. This takes 2 of the first 9 seconds of a small run, and hardly a function needs it. What fails
-  without AutoGraph is built again with it, so errors are those that SeqIO itself gives.
+  AutoGraph rewrites each function that a dataset maps, so that its `if`, `for` and `while` may depend on tensors.
+  This takes seconds (benchmarks/results/2026-11-28-start.md). SeqIO's functions and those of this package do not
+  need it, except for packing; a user's functions may.
+
+  Args:
+    build: builds datasets.
+    *functions: all that they map: functions, or objects with methods that they map.
   """
+  return tf.autograph.experimental.do_not_convert(build) if all(map(_is_own, functions)) else build
 
-  @functools.wraps(build)
-  def built(*args: Any, **options: Any) -> Any:
-    log = logging.getLogger("absl")
-    log.addFilter(_is_no_failed_task)
-    try:
-      return tf.autograph.experimental.do_not_convert(build)(*args, **options)
-    except Exception:
-      pass
-    finally:
-      log.removeFilter(_is_no_failed_task)
-    return build(*args, **options)
 
-  return built
+def mapped_functions(provider: Any) -> list[Any]:
+  """Returns what the datasets of a task or mixture map: its preprocessors, sources and vocabularies."""
+  found: list[Any] = []
+  for task in seqio.get_subtasks(provider):
+    found += [task, *task.preprocessors]
+    found.append(getattr(task.source, "_dataset_fn", task.source))  # of a seqio.FunctionDataSource
+    found += [feature.vocabulary for feature in task.output_features.values()]
+  return found
+
+
+def _is_own(function: Any) -> bool:
+  """Returns whether a function, or an object's class, is SeqIO's or this package's, with all that it is given."""
+  if isinstance(function, functools.partial):
+    given = filter(callable, (*function.args, *function.keywords.values()))
+    return all(map(_is_own, (function.func, *given)))
+  module = getattr(function, "__module__", None) or ""
+  return _WITHOUT_AUTOGRAPH.match(module) is not None
 
 
 def tfds_data_dir_override() -> str | None:

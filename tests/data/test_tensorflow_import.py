@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
-import logging
 import os
 import pathlib
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from rosetta_t5.data import tensorflow_import
+from rosetta_t5.data import task_metrics, tensorflow_import
+from rosetta_t5.data.dataset_config import DatasetConfig, read_task
+from rosetta_t5.data.pipeline import inference_data
+from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
 from rosetta_t5.data.tensorflow_import import (
   import_seqio,
   import_tensorflow,
   quiet_tensorflow_import,
+  seqio,
   tf,
   without_autograph,
 )
@@ -126,79 +130,100 @@ def test_results_of_evaluations_are_written_in_utf8(tmp_path: pathlib.Path) -> N
   assert all(word in text for word in ("こんにちは", "é", "ñ")), ADVICE
 
 
-def _with_if(numbers: Any) -> Any:
-  def negated_if_odd(number: Any) -> Any:
-    if number % 2 == 1:
-      number = -number
-    return number
-
-  return numbers.map(negated_if_odd)
+api = importlib.import_module("tensorflow.python.autograph.impl.api")
 
 
-def _with_len(numbers: Any) -> Any:
-  return numbers.batch(2).map(lambda pair: len(pair))
+def _conversions(build: Callable[[], Any]) -> int:
+  """Returns how many functions AutoGraph converts during a call."""
+  with mock.patch.object(api, "_convert_actual", wraps=api._convert_actual) as convert:
+    build()
+  return convert.call_count
 
 
-def _with_loop_over_a_dataset(numbers: Any) -> Any:
-  def sum_of_rows(number: Any) -> Any:
-    total = number * 0
-    for row in tf.data.Dataset.range(3):
-      total += row
-    return total
-
-  return numbers.map(sum_of_rows)
-
-
-def _with_len_of_a_dataset(numbers: Any) -> Any:
-  return numbers.map(lambda number: len(tf.data.Dataset.range(number)))
+def _negated_if_long(example: Mapping[str, Any]) -> dict[str, Any]:
+  """A user's function that needs AutoGraph."""
+  tokens = example["inputs"]
+  if tf.size(tokens) > 2:
+    for _ in tf.range(3):
+      tokens = -tokens
+  return {**example, "inputs": tokens}
 
 
-@pytest.mark.parametrize(
-  ("build", "values"),
-  [
-    (lambda numbers: numbers.map(lambda number: number + 1), [1, 2, 3]),
-    (_with_if, [0, -1, 2]),
-    (_with_len, [2, 1]),
-    (_with_loop_over_a_dataset, [3, 3, 3]),
-    (_with_len_of_a_dataset, [0, 1, 2]),
-  ],
-)
-def test_functions_that_need_autograph_have_it(
-  build: Callable[[Any], Any], values: list[int]
-) -> None:
-  dataset = without_autograph(build)(tf.data.Dataset.range(3))
-  assert list(dataset.as_numpy_iterator()) == values
+def _own(example: Mapping[str, Any], change: Callable[[Any], Any]) -> Any:
+  return change(example)
 
 
-def test_functions_that_do_not_need_autograph_are_called_as_they_are() -> None:
-  files = set()
-
-  def note_file(number: Any) -> Any:
-    files.add(inspect.currentframe().f_code.co_filename)
-    return number
-
-  without_autograph(lambda: tf.data.Dataset.range(3).map(note_file))()
-  assert files == {__file__}
+class _Vocabulary(import_seqio().ByteVocabulary):
+  """A user's vocabulary."""
 
 
-def test_a_loop_over_a_ragged_tensor_ends() -> None:
-  def number_of_words(number: Any) -> Any:
-    return sum(tf.size(row) for row in tf.strings.split([tf.strings.as_string(number)]))
-
-  assert [row.shape[0] for row in tf.ragged.constant([[1, 2], [3]])] == [2, 1]
-  with pytest.raises(TypeError):
-    without_autograph(lambda: tf.data.Dataset.range(3).map(number_of_words))()
+def _user_source(split: str, shuffle_files: bool) -> Any:
+  rows = tf.data.Dataset.from_tensors({"inputs": "a b", "targets": ""})
+  return rows.map(lambda row: row)
 
 
-def test_a_mixture_with_a_function_that_needs_autograph_is_not_reported_as_failed(
-  caplog: pytest.LogCaptureFixture,
-) -> None:
-  def build() -> Any:
-    try:
-      return _with_if(tf.data.Dataset.range(3))
-    except TypeError:
-      logging.getLogger("absl").error("Failed to load task '%s'", "mine")
-      raise
+def _make_task(
+  *preprocessors: Any, source: Any = None, vocabulary: Any = seqio.ByteVocabulary
+) -> Any:
+  """Returns a task with the inputs "a b", from a source of this package if there is no other one."""
+  feature = seqio.Feature(vocabulary(), add_eos=False)
+  source = source or inference_data._source(["a b"])
+  features = {"inputs": feature, "targets": feature}
+  return seqio.Task("a_task", source, features, [seqio.preprocessors.tokenize, *preprocessors])
 
-  without_autograph(build)()
-  assert not caplog.records
+
+def _read(task: Any) -> Any:
+  cfg = DatasetConfig(task, {"inputs": 4, "targets": 4}, "train", 1, shuffle=False, seed=0)
+  return read_task(cfg, task)
+
+
+USERS_TASKS = {
+  "preprocessor": lambda: _make_task(lambda rows: rows.map(_negated_if_long)),
+  "decorated preprocessor": lambda: _make_task(seqio.map_over_dataset(_negated_if_long)),
+  "argument of SeqIO's": lambda: _make_task(
+    functools.partial(seqio.preprocessors.apply_feature_converter, feature_converter=_own)
+  ),
+  "source": lambda: _make_task(source=seqio.FunctionDataSource(_user_source, splits=["train"])),
+  "vocabulary": lambda: _make_task(vocabulary=_Vocabulary),
+}
+
+
+@pytest.mark.parametrize("kind", ["preprocessor", "decorated preprocessor"])
+def test_functions_of_users_may_need_autograph(kind: str) -> None:
+  (row,) = _read(USERS_TASKS[kind]()).as_numpy_iterator()
+  assert row["inputs"].tolist() == [-100, -35, -101]
+
+
+@pytest.mark.parametrize("kind", ["source", "vocabulary", "preprocessor"])
+def test_tasks_with_functions_of_users_are_built_with_autograph(kind: str) -> None:
+  task = USERS_TASKS[kind]()
+  assert _conversions(lambda: _read(task)) > 0
+
+
+def test_a_function_that_seqios_is_given_may_be_the_users() -> None:
+  def is_unchanged(task: Any) -> bool:
+    return without_autograph(len, *tensorflow_import.mapped_functions(task)) is len
+
+  assert is_unchanged(USERS_TASKS["argument of SeqIO's"]())
+  assert not is_unchanged(_make_task(functools.partial(seqio.preprocessors.append_eos)))
+
+
+def test_tasks_of_seqios_functions_are_read_converted_and_evaluated_without_autograph() -> None:
+  task, lengths = _make_task(seqio.preprocessors.append_eos), {"inputs": 4, "targets": 4}
+  converter = TaskFeatureConverter(seqio.EncDecFeatureConverter(pack=False), task.output_features)
+  assert _conversions(lambda: converter(_read(task), lengths)) == 0
+  preprocessors = inference_data.default_preprocessors()
+  examples = functools.partial(inference_data.get_dataset_from_natural_text_examples, ["a b"])
+  assert _conversions(lambda: examples(preprocessors, lengths, task.output_features)) == 0
+  packed = TaskFeatureConverter(seqio.EncDecFeatureConverter(pack=True), task.output_features)
+  assert _conversions(lambda: packed(_read(task), lengths)) > 0
+
+
+def test_an_evaluator_of_seqio_is_built_without_autograph(isolated_registries: None) -> None:
+  task = _make_task()
+  how = {"preprocessors": task.preprocessors, "output_features": task.output_features}
+  seqio.TaskRegistry.add("evaluated", task.source, **how, metric_fns=[task_metrics.accuracy])
+  lengths = {"inputs": 4, "targets": 4}
+  cfg = DatasetConfig("evaluated", lengths, "validation", 1, shuffle=False, seed=0)
+  make = functools.partial(inference_data.make_evaluator, cfg, seqio.EncDecFeatureConverter)
+  assert _conversions(make) == 0

@@ -30,14 +30,16 @@ class TaskFeatureConverter:
       raise AttributeError(name)
     return getattr(self._converter, name)
 
-  @without_autograph
   def __call__(
     self, dataset: tf.data.Dataset, task_feature_lengths: Mapping[str, int] | None
   ) -> tf.data.Dataset:
     """Returns the dataset with the model's features."""
     has_weights = WEIGHTS in dataset.element_spec
     dataset = dataset.map(_sign_tokens) if has_weights else dataset
-    dataset = self._converter(dataset, task_feature_lengths=task_feature_lengths)
+    convert = self._converter
+    if not getattr(convert, "pack", True):
+      convert = without_autograph(convert, convert)
+    dataset = convert(dataset, task_feature_lengths=task_feature_lengths)
     dataset = dataset.map(_read_signs) if has_weights else dataset
     is_decoder = not any(name.startswith("encoder") for name in dataset.element_spec)
     return dataset.map(_drop_start) if is_decoder and not self._has_start else dataset
