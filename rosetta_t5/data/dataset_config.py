@@ -234,8 +234,7 @@ def read_task(cfg: DatasetConfig, provider: Any, **options: Any) -> tf.data.Data
     **options: further arguments of SeqIO's `get_dataset`, such as shard_info and seed.
   """
   options = {"shuffle": False, "num_epochs": 1, **options}
-  functions = tensorflow_import.mapped_functions(provider)
-  return tensorflow_import.without_autograph(provider.get_dataset, *functions)(
+  return tensorflow_import.without_autograph(provider.get_dataset, provider)(
     sequence_length=cfg.task_feature_lengths, split=cfg.split, use_cached=cfg.use_cached, **options
   )
 

@@ -147,7 +147,7 @@ else:
   tf = _LazyModule("tensorflow", import_tensorflow)
 
 
-def without_autograph(build: Callable[..., Any], *functions: Any) -> Callable[..., Any]:
+def without_autograph(build: Callable[..., Any], *used: Any) -> Callable[..., Any]:
   """Returns a function that builds the same datasets as `build`, without AutoGraph if they do not need it.
 
   AutoGraph rewrites each function that a dataset maps, so that its `if`, `for` and `while` may depend on tensors.
@@ -156,28 +156,24 @@ def without_autograph(build: Callable[..., Any], *functions: Any) -> Callable[..
 
   Args:
     build: builds datasets.
-    *functions: all that they map: functions, or objects with methods that they map.
+    *used: all whose functions they map: tasks, mixtures, feature converters, functions or classes.
   """
-  return tf.autograph.experimental.do_not_convert(build) if all(map(_is_own, functions)) else build
+  return tf.autograph.experimental.do_not_convert(build) if all(map(_is_own, used)) else build
 
 
-def mapped_functions(provider: Any) -> list[Any]:
-  """Returns what the datasets of a task or mixture map: its preprocessors, sources and vocabularies."""
-  found: list[Any] = []
-  for task in seqio.get_subtasks(provider):
-    found += [task, *task.preprocessors]
-    found.append(getattr(task.source, "_dataset_fn", task.source))  # of a seqio.FunctionDataSource
-    found += [feature.vocabulary for feature in task.output_features.values()]
-  return found
-
-
-def _is_own(function: Any) -> bool:
-  """Returns whether a function, or an object's class, is SeqIO's or this package's, with all that it is given."""
-  if isinstance(function, functools.partial):
-    given = filter(callable, (*function.args, *function.keywords.values()))
-    return all(map(_is_own, (function.func, *given)))
-  module = getattr(function, "__module__", None) or ""
-  return _WITHOUT_AUTOGRAPH.match(module) is not None
+def _is_own(used: Any) -> bool:
+  """Returns whether something and all that it consists of is SeqIO's or this package's."""
+  if isinstance(used, functools.partial):
+    parts = [used.func, *filter(callable, (*used.args, *used.keywords.values()))]
+  elif isinstance(used, seqio.Mixture):
+    parts = used.tasks
+  elif isinstance(used, seqio.Task):
+    source = getattr(used.source, "_dataset_fn", used.source)  # of a seqio.FunctionDataSource
+    vocabularies = (feature.vocabulary for feature in used.output_features.values())
+    parts = [type(used), source, *used.preprocessors, *vocabularies]
+  else:
+    return bool(_WITHOUT_AUTOGRAPH.match(getattr(used, "__module__", None) or ""))
+  return all(map(_is_own, parts))
 
 
 def tfds_data_dir_override() -> str | None:

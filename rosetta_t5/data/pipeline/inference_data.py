@@ -13,13 +13,7 @@ from rosetta_t5 import terminal
 from rosetta_t5.data import dataset_config
 from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.pipeline.model_features import TaskFeatureConverter
-from rosetta_t5.data.tensorflow_import import (
-  mapped_functions,
-  replace_loggers,
-  seqio,
-  tf,
-  without_autograph,
-)
+from rosetta_t5.data.tensorflow_import import replace_loggers, seqio, tf, without_autograph
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
 
 Chunk = tuple[int, "tf.data.Dataset", "tf.data.Dataset"]
@@ -133,8 +127,7 @@ def make_evaluator(
     evaluator_cls = functools.partial(seqio.Evaluator, logger_cls=loggers)
   log_options = {"logger_cls": ()} if log_dir is None else {"log_dir": os.fspath(log_dir)}
   with dataset_config.data_errors_named(cfg):
-    functions = (evaluator_cls, feature_converter_cls, *mapped_functions(provider))
-    evaluator = without_autograph(evaluator_cls, *functions)(
+    evaluator = without_autograph(evaluator_cls, evaluator_cls, feature_converter_cls, provider)(
       mixture_or_task_name=cfg.name,
       feature_converter=TaskFeatureConverter(
         feature_converter_cls(pack=False), provider.output_features
@@ -195,8 +188,8 @@ def get_dataset_from_natural_text_examples(
   """
   how = {"preprocessors": preprocessors, "output_features": features}
   task = seqio.Task("examples", _source(examples), **how)
-  get_dataset = without_autograph(task.get_dataset, *mapped_functions(task))
-  return get_dataset(task_feature_lengths, "train", shuffle=False)
+  read = without_autograph(task.get_dataset, task)
+  return read(task_feature_lengths, "train", shuffle=False)
 
 
 def _source(examples: Sequence[Example]) -> seqio.FunctionDataSource:
