@@ -25,7 +25,6 @@ METRICS = [
   "next_word",
   "pearson_corrcoef",
   "rouge",
-  "sequence_accuracy",
   "spearman_corrcoef",
   "squad",
   "word_perplexity",
@@ -40,11 +39,6 @@ def accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, fl
   _check_lengths(targets, predictions)
   equal = [bool(t == p) for t, p in zip(targets, predictions, strict=True)]
   return {"accuracy": 100 * sum(equal) / len(equal)}
-
-
-def sequence_accuracy(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
-  """Returns {"sequence_accuracy"}: the percentage of texts that equal their targets."""
-  return {"sequence_accuracy": accuracy(targets, predictions)["accuracy"]}
 
 
 def f1_score_with_invalid(targets: Sequence[int], predictions: Sequence[int]) -> dict[str, float]:
