@@ -227,7 +227,7 @@ def train(
     run_eval_before_training=run_eval_before_training,
     num_eval_samples=num_eval_samples,
   )
-  if first_step < total_steps or run_eval_before_training:
+  if first_step < total_steps:
     header = f"{setup}\n{description}"
     console.log_start(model_dir, header, partitioner.mesh, feed.element_spec, steps)
     with loop.log_failure(), out_of_memory.explain_out_of_memory(out_of_memory.TRAINING):

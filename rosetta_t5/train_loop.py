@@ -207,7 +207,7 @@ class TrainLoop:
         checkpoint = checkpoints.checkpoint_path(self.model_dir, latest)
     seconds = time.monotonic() - self.run_started
     terminal.print_line(self._progress.summary(self._step, seconds, self.model_dir, checkpoint))
-    if self.first_step < self.total_steps or self.run_eval_before_training:
+    if self.first_step < self.total_steps:
       reason = "interrupted" if self._is_interrupted else "finished"
       console.log_event(self.model_dir, "end", step=self._step, reason=reason)
     if self._is_interrupted:

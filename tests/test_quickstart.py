@@ -61,7 +61,7 @@ def test_the_quickstart_trains_in_an_empty_folder_and_its_second_call_changes_no
   assert (tmp_path / "quickstart/run_dates/checkpoint_404").is_dir()
   files = {path: path.stat().st_mtime_ns for path in (tmp_path / "quickstart/data").iterdir()}
   second = run()
-  assert second.count("no steps were left") == 2
+  assert second.count("nothing was left to do") == 2
   assert {path: path.stat().st_mtime_ns for path in files} == files
   for command in second.partition("Commands to try next:\n")[2].splitlines():
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, check=True)

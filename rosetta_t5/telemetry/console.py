@@ -118,10 +118,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     count = step - self._first_step
     done = f"{count} steps in {terminal.format_duration(seconds)}"
     if count == 0:
-      done = (
-        "no steps were left: set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to train, "
-        "or train.run_eval_before_training = True to evaluate"
-      )
+      done = "nothing was left to do: set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE)"
     rows = [("done", f"step {step}: {done}")]
     if self._losses:
       rows.append(("loss", f"{self._losses[0]:.3f} at first, {self._losses[-1]:.3f} at the end"))

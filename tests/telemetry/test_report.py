@@ -105,10 +105,9 @@ def test_summary_shows_steps_losses_checkpoint_and_metrics():
   ]
 
 
-def test_summary_of_a_finished_run_says_that_no_steps_were_left():
+def test_summary_of_a_finished_run_says_that_nothing_was_left_to_do():
   text = console.Progress(300, 300).summary(300, 1.0, "/runs/a", None)
   assert text.splitlines() == [
-    "done     step 300: no steps were left: set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE) to train, "
-    "or train.run_eval_before_training = True to evaluate",
+    "done     step 300: nothing was left to do: set a larger TRAIN_STEPS (or TRAIN_STEPS_RELATIVE)",
     "metrics  tensorboard --logdir=/runs/a",
   ]
