@@ -30,7 +30,7 @@ _TYPES = """
   OptimizerDefType OptimizerStateType OptimizerType OtherMesh PRNGKey ParamTree PartitionedCallable
   PartitionedEvalCallable PartitionedTrainCallable PostprocessorFn PreprocessorFn PyTree PyTreeDef
   Pytree RestoreStateTransformationFn Rng SaveStateTransformationFn ScalarOrArrayType
-  SummarizeMetricsCallable TimeFuture TokensIdsToLogitsCallable TpuMesh TrainState WarmupExample
+  SummarizeConfigFn SummarizeMetricsCallable TimeFuture TokensIdsToLogitsCallable TpuMesh TrainState WarmupExample
   WarmupExamples WriteFn
 """
 

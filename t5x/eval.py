@@ -5,6 +5,5 @@ if __name__ == "__main__":
 
   raise SystemExit(run_module("eval"))
 
-from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.eval import evaluate, main
 from rosetta_t5.inference.evaluation import InferenceEvaluator

@@ -5,7 +5,6 @@ if __name__ == "__main__":
 
   raise SystemExit(run_module("infer"))
 
-from rosetta_t5.config.saved_config import SummarizeConfigFn
 from rosetta_t5.data.tasks.file_task import create_task_from_tfexample_file
 from rosetta_t5.infer import infer, main
 from rosetta_t5.inference.result_files import *

@@ -137,9 +137,8 @@ def sequence_flops(config: T5Config, lengths: Sequence[int]) -> float:
   model = EncoderDecoderModel(Transformer(config), None, None, None)
   batch = make_batch(1, lengths, config.vocab_size, pack=False)
   shapes = {name: value.shape for name, value in batch.items()}
-  variables = jax.eval_shape(
-    lambda key: model.get_initial_variables(key, shapes), jax.random.PRNGKey(0)
-  )
+  init = functools.partial(model.get_initial_variables, input_shapes=shapes)
+  variables = jax.eval_shape(init, jax.random.PRNGKey(0))
   return flops_of_training(model, variables["params"], batch) or 0.0
 
 

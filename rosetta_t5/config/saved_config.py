@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import gin
@@ -14,9 +13,6 @@ from rosetta_t5.config.language.gin_internals import all_bindings
 from rosetta_t5.config.model_file import write_model_file
 from rosetta_t5.files import write_atomically
 from rosetta_t5.user_errors import ConfigError
-
-# Writes the configuration of a run, as `summarize_gin_config` does (T5X's name).
-SummarizeConfigFn = Callable[..., None]
 
 
 def get_gin_config_str(show_provenance: bool = False) -> str:

@@ -6,7 +6,7 @@ A compiled step knows neither the time nor the number of steps. `set_time_metric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from clu import metrics as clu_metrics
 from flax import struct
 
 Scalar = int | float | np.number | np.ndarray | jax.Array
-MetricsMap = MutableMapping[str, clu_metrics.Metric]
 
 
 @struct.dataclass
