@@ -1,6 +1,5 @@
 """Compiles the train step ahead of a run, and writes its HLO."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,10 +59,9 @@ def precompile(
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_dataset_cfg, model)
-  with contextlib.closing(
-    data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, checkpoint_cfg=None)
-  ) as feed:
-    batch = feed.element_spec
+  feed = data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, None)
+  batch = feed.element_spec
+  feed.close()
   model, _ = with_measured_kernel(model, batch, partitioner.mesh.shape)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=model.optimizer_def,

@@ -188,8 +188,7 @@ def get_dataset_from_natural_text_examples(
   """
   how = {"preprocessors": preprocessors, "output_features": features}
   task = seqio.Task("examples", _source(examples), **how)
-  read = without_autograph(task.get_dataset, task)
-  return read(task_feature_lengths, "train", shuffle=False)
+  return without_autograph(task.get_dataset, task)(task_feature_lengths, "train", shuffle=False)
 
 
 def _source(examples: Sequence[Example]) -> seqio.FunctionDataSource:
