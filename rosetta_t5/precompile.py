@@ -9,6 +9,7 @@ from etils import epath
 
 from rosetta_t5 import checkpoints, config, data, terminal
 from rosetta_t5.argument_types import FolderName, Seed
+from rosetta_t5.data.pipeline.datasets import as_batch_iterator
 from rosetta_t5.models import BaseModel
 from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
@@ -59,9 +60,15 @@ def precompile(
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
   if verify_matching_vocabs_fn is not None:
     verify_matching_vocabs_fn(train_dataset_cfg, model)
-  feed = data.training_feed(get_dataset_fn, train_dataset_cfg, model, partitioner, None)
-  batch = feed.element_spec
-  feed.close()
+  layout = partitioner.get_data_layout(train_dataset_cfg.batch_size)
+  shard = (layout.shard_id, layout.num_shards, model.FEATURE_CONVERTER_CLS)
+  specs = as_batch_iterator(get_dataset_fn(train_dataset_cfg, *shard)).element_spec
+  batch = {
+    name: jax.ShapeDtypeStruct(
+      (layout.batch_size, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)
+    )
+    for name, x in specs.items()
+  }
   model, _ = with_measured_kernel(model, batch, partitioner.mesh.shape)
   initializer = checkpoints.TrainStateInitializer(
     optimizer_def=model.optimizer_def,

@@ -200,7 +200,7 @@ def test_tasks_with_functions_of_users_are_built_with_autograph(kind: str) -> No
   assert _conversions(lambda: _read(task)) > 0
 
 
-def test_a_function_that_seqios_is_given_may_be_the_users() -> None:
+def test_a_partial_of_seqios_function_with_a_users_function_has_autograph() -> None:
   def is_unchanged(task: Any) -> bool:
     return without_autograph(len, task) is len
 
