@@ -65,6 +65,10 @@ class SaveCheckpointConfig:
     return " and ".join([*times, "at start and end"])
 
 
+class _Added(functools.partial[Any]):
+  """A transformation that `RestoreCheckpointConfig` makes from its other fields."""
+
+
 @dataclasses.dataclass
 class RestoreCheckpointConfig:
   """What a run restores if MODEL_DIR has no checkpoint of its own.
@@ -105,14 +109,16 @@ class RestoreCheckpointConfig:
 
   def __post_init__(self) -> None:
     check_one_of("RestoreCheckpointConfig.mode", self.mode, _MODES)
+    # A copy that `dataclasses.replace` makes is given what its original has added.
+    fns = [fn for fn in self.state_transformation_fns if not isinstance(fn, _Added)]
     if (transform := getattr(self.checkpointer_cls, "transform_restored_state", None)) is not None:
-      self.state_transformation_fns = (transform, *self.state_transformation_fns)
+      fns.insert(0, _Added(transform))
     if self.assignment_map is not None:
       # As in T5X, the map is the first of the transformations.
-      rename = functools.partial(apply_assignment_map, assignment_map=self.assignment_map)
-      self.state_transformation_fns = (rename, *self.state_transformation_fns)
-    if self.resize_vocabulary and resize_vocabulary not in self.state_transformation_fns:
-      self.state_transformation_fns = (*self.state_transformation_fns, resize_vocabulary)
+      fns.insert(0, _Added(apply_assignment_map, assignment_map=self.assignment_map))
+    if self.resize_vocabulary and resize_vocabulary not in fns:
+      fns.append(resize_vocabulary)
+    self.state_transformation_fns = tuple(fns)
 
   def paths(self) -> list[str]:
     """Returns `path` as a list, without empty paths."""

@@ -120,7 +120,8 @@ def saved(setup, tmp_path):
 
 
 def restored(setup, path, fallback_state=None, **fields):
-  cfg = RestoreCheckpointConfig(path, "specific", **fields)
+  given = RestoreCheckpointConfig(path, "latest", **fields)
+  cfg = dataclasses.replace(given, mode="specific")  # a copy, as evaluations make
   manager = create_orbax_checkpoint_manager(
     restore_cfg=cfg,
     train_state=setup.initializer.global_train_state_shape,
