@@ -220,7 +220,7 @@ def _differing_settings(model: Any, path: str) -> Iterator[str]:
     if name not in _FREE and given != value:
       yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"
   expected, end = stated.get("eos_token_id"), model.output_vocabulary.eos_id
-  is_shifted = hugging_face_folder.has_shifted_ids(stated)
+  is_shifted = settings.get("padding_never_follows", False)
   ends = [x for x in (expected if isinstance(expected, list) else [expected]) if x is not None]
   ends = [x + is_shifted for x in ends if x + is_shifted < settings["vocab_size"]]
   if ends and end is not None and end not in ends:

@@ -73,10 +73,10 @@ class _Folder:
     self.generation = _read(path / "generation_config.json")
     self.beams = self.generation.get("num_beams") or 1
     self.is_decoder = hugging_face.is_decoder(self.config)
-    self.is_shifted = hugging_face.has_shifted_ids(self.config)
     self.notes: list[str] = []
     arrays = to_plain_tree(hugging_face.read_arrays(path))
     self.network = hugging_face.network_settings(file, self.config, arrays)
+    self.is_shifted = bool(self.network.get("padding_never_follows"))
 
   def recipe(self) -> str:
     """Returns the gin file."""

@@ -117,7 +117,7 @@ def convert(
     hf_config = dict(settings.source_config)
     if to == "hf":
       hf_config, weights = hugging_face_folder.make_config_and_weights(
-        arrays, settings.network, hf_config, settings.ids_are_shifted, model_type
+        arrays, settings.network, hf_config, model_type
       )
       unfinished.mkdir(parents=True)
       hugging_face_folder.write(unfinished, weights, hf_config, tokenizer)
@@ -254,7 +254,7 @@ def _write_adapter(
   own = {n: x for n, x in plain.items() if not adapter.adds(n)}
   settings = read_model_settings(path, own, config)
   their_config, _ = hugging_face_folder.make_config_and_weights(
-    own, settings.network, settings.source_config, settings.ids_are_shifted, model_type
+    own, settings.network, settings.source_config, model_type
   )
   final = _find_destination(destination)
   with complete_folder(final) as unfinished:

@@ -32,18 +32,21 @@ class ModelSettings:
   Attributes:
     network: the T5Config or TransformerConfig; None for a decoder without a config beside it, and for models
       that are neither T5 nor GPT.
-    ids_are_shifted: whether ids are one higher than the tokenizer's, whose id 0 is not padding.
     source_config: the content of the config.json that the model came with; {} if there is none.
   """
 
   network: Any
-  ids_are_shifted: bool
   source_config: Config
 
   @property
-  def is_gpt(self) -> bool:
-    """Whether the model is a decoder."""
+  def is_decoder(self) -> bool:
+    """Whether the model is a decoder without an encoder."""
     return isinstance(self.network, TransformerConfig)
+
+  @property
+  def ids_are_shifted(self) -> bool:
+    """Whether ids are one higher than the tokenizer's, whose id 0 is not padding."""
+    return self.is_decoder and self.network.padding_never_follows
 
 
 def read_model_settings(
@@ -69,10 +72,9 @@ def read_model_settings(
   is_run = file.exists() and not is_json and not folder.is_hugging_face(path)
   text = file.read_bytes().decode(errors="replace") if is_run else ""
   network = _read_network(plain, file, text, source)
-  is_shifted = isinstance(network, TransformerConfig) and (
-    network.padding_never_follows or bool(_SHIFTED_VOCABULARY.search(text))
-  )
-  return ModelSettings(network, is_shifted, source)
+  if isinstance(network, TransformerConfig) and _SHIFTED_VOCABULARY.search(text):
+    network = dataclasses.replace(network, padding_never_follows=True)
+  return ModelSettings(network, source)
 
 
 def _read_network(plain: Arrays, file: epath.Path, text: str, source: Config) -> Any:

@@ -148,10 +148,10 @@ def network_outputs(
   """
   plain = to_plain_tree(arrays)
   changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
-  if settings.is_gpt:
+  if settings.is_decoder:
     changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
   config: Any = dataclasses.replace(settings.network, **changes)
-  module: Any = DecoderWrapper(config) if settings.is_gpt else Transformer(config)
+  module: Any = DecoderWrapper(config) if settings.is_decoder else Transformer(config)
   module = module if adapter is None else adapter.adapt(module)
   params = unflatten_dict(
     {
@@ -161,7 +161,7 @@ def network_outputs(
   )
   inputs, targets = (jnp.asarray(ids, jnp.int32) for ids in tokens)
   call, options = [inputs, targets, jnp.ones_like(targets)], {"enable_dropout": False}
-  if settings.is_gpt:
+  if settings.is_decoder:
     call = call[1:]
   elif "decoder" not in params:
     call, options["method"] = [inputs], module.encode
@@ -194,14 +194,14 @@ def _transformers_outputs(
     name = stored["architectures"][0]
   model = getattr(transformers, name).from_pretrained(os.fspath(folder), dtype=torch.float32).eval()
   inputs_1S, targets_1T = tokens
-  start = start_token(config) if settings.is_gpt else settings.network.decoder_start_token_id
+  start = start_token(config) if settings.is_decoder else settings.network.decoder_start_token_id
   targets_1T = np.where(targets_1T == 0, start, targets_1T - settings.ids_are_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
     random = torch.Generator().manual_seed(0)
     for parameter in model.parameters() if change else ():
       parameter.mul_(1 + change * torch.randn(parameter.shape, generator=random))
-    if settings.is_gpt:
+    if settings.is_decoder:
       outputs = model(input_ids=targets).logits
     elif settings.network.num_decoder_layers:
       outputs = model(input_ids=inputs, decoder_input_ids=targets).logits
@@ -255,7 +255,7 @@ def _make_tokens(settings: ModelSettings) -> Tokens:
   size -= settings.network.unused_rows
   # Small vocabularies, as in tests, have few ids that are not special.
   inputs, targets = (random.integers(min(3, size - 1), size, (1, n)) for n in (_INPUTS, _TARGETS))
-  if settings.is_gpt:
+  if settings.is_decoder:
     # Local attention needs more than its window.
     targets = np.concatenate([targets, inputs], -1)[:, : settings.network.max_length]
   targets[0, 0] = 0

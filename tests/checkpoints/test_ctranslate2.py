@@ -108,7 +108,7 @@ def test_greedy_tokens_of_a_written_folder_are_equal(name, tmp_path, spiece_mode
   found = todays_models.read(written)
   tokens = generate(
     tmp_path / "ctranslate2",
-    found.settings.is_gpt,
+    found.settings.is_decoder,
     todays_models.start_of(written),
     suppresses_padding=not found.shift,
   )

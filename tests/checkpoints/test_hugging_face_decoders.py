@@ -130,9 +130,7 @@ def test_ids_are_one_higher_without_a_padding_token_0(pad_token_id, tmp_path):
   table = arrays["target/decoder/token_embedder/embedding"].get()
   np.testing.assert_array_equal(table[1:41], drawn["model.embed_tokens.weight"])
   assert (settings.network.vocab_size, settings.network.unused_rows) == (128, 87)
-  config, weights = folder.make_config_and_weights(
-    arrays, settings.network, settings.source_config, ids_are_shifted=True
-  )
+  config, weights = folder.make_config_and_weights(arrays, settings.network, settings.source_config)
   assert config["vocab_size"] == 40
   for name, weight in drawn.items():
     np.testing.assert_array_equal(weights[name].get(), weight)

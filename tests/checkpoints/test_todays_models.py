@@ -74,7 +74,7 @@ def test_logits_of_a_packed_row_are_those_of_its_examples(pair):
 @pytest.mark.parametrize("beams", [1, 4])
 def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams):
   found, theirs = pair
-  is_decoder = found.settings.is_gpt
+  is_decoder = found.settings.is_decoder
   start = todays_models.start_of(found.path)
   words = [] if found.shift else [[0]]  # Token 0 is padding here.
   options = {"bad_words_ids": words or None, "num_beams": beams, "length_penalty": 0.0}
@@ -114,7 +114,7 @@ def test_loss_and_gradients_of_a_batch_are_those_of_pytorch(pair):
     for path, x in jax.tree_util.tree_leaves_with_path(gradients)
   }
   _, ours = folder.make_config_and_weights(
-    flat, found.settings.network, found.settings.source_config, found.settings.ids_are_shifted
+    flat, found.settings.network, found.settings.source_config
   )
   # Transformers saves T5Gemma 2 under shorter names.
   named = theirs.named_parameters()

@@ -155,7 +155,7 @@ def read(path: Any) -> types.SimpleNamespace:
   settings = read_model_settings(path, arrays)
   config = settings.network.replace(dropout_rate=0.0)
   vocabulary = types.SimpleNamespace(eos_id=VOCAB + 5)  # no text ends
-  if settings.is_gpt:
+  if settings.is_decoder:
     arguments: Any = (DecoderWrapper(config), vocabulary, None, temperature_sample)
     model: Any = DecoderOnlyModel(*arguments, feature_converter_cls=object)
   else:
@@ -183,7 +183,7 @@ def batch_of(found: Any, on_left: bool = False) -> dict[str, jax.Array]:
   targets = pad(shifted, on_left)
   inputs = pad([[0, *row[:-1]] for row in shifted], on_left)  # 0 starts texts
   batch = {"decoder_target_tokens": targets, "decoder_input_tokens": inputs}
-  if not found.settings.is_gpt:
+  if not found.settings.is_decoder:
     batch["encoder_input_tokens"] = pad(INPUTS, on_left)
   return {name: jnp.asarray(value) for name, value in batch.items()}
 
@@ -206,7 +206,7 @@ def packed_batch(found: Any) -> dict[str, jax.Array]:
     "decoder_input_tokens": join([[0, *row[:-1]] for row in shifted]),
     **describe("decoder", TARGETS),
   }
-  if not found.settings.is_gpt:
+  if not found.settings.is_decoder:
     batch |= {"encoder_input_tokens": join(INPUTS), **describe("encoder", INPUTS)}
   return {name: jnp.asarray(value) for name, value in batch.items()}
 
@@ -228,7 +228,7 @@ def decode(found: Any, rows: list[list[int]], new_tokens: int, beams: int = 1) -
   options = {"bad_words_ids": [] if shift else [[0]]}  # Token 0 is padding here.
   options |= {"alpha": 0.0, "max_decode_step": new_tokens} if beams > 1 else {}
   model._decode_fn = beam_search if beams > 1 else temperature_sample
-  if found.settings.is_gpt:
+  if found.settings.is_decoder:
     prompts = [[0, *(token + shift for token in row)] for row in rows]
     width = max(map(len, prompts))
     ones = [[1] * len(row) for row in prompts]
@@ -269,7 +269,7 @@ def their_arguments(found: Any, on_left: bool = False) -> dict[str, Any]:
   start = start_of(found.path)
   mask = torch.tensor(pad([[1] * len(row) for row in TARGETS], on_left))
   ids = torch.tensor(pad([[start, *row[:-1]] for row in TARGETS], on_left))
-  if found.settings.is_gpt:
+  if found.settings.is_decoder:
     return {"input_ids": ids, "attention_mask": mask}
   return {
     "input_ids": torch.tensor(pad(INPUTS, on_left)),

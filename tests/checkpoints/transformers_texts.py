@@ -36,12 +36,12 @@ def write_folder(case, folder, setting="greedy", recorded=None):
   folder = pathlib.Path(folder)
   config = json.loads((folder / "config.json").read_text())
   words = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"w{n}": n for n in range(3, 32)}}
-  if is_gpt := not config.get("is_encoder_decoder"):
+  if is_decoder := not config.get("is_encoder_decoder"):
     words = {"<unk>": 0, **{f"w{n}": n for n in range(1, 31)}, "<end>": 31}
   tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
   tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
   end = next(word for word, number in words.items() if number == config["eos_token_id"])
-  template = [end, "$A"] if is_gpt else ["$A", end]
+  template = [end, "$A"] if is_decoder else ["$A", end]
   tokenizer.post_processor = processors.TemplateProcessing(
     single=template, special_tokens=[(end, words[end])]
   )
@@ -50,7 +50,7 @@ def write_folder(case, folder, setting="greedy", recorded=None):
   about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "unk_token": "<unk>"}
   (folder / "tokenizer_config.json").write_text(json.dumps(about))
   tokens = {k: v for k, v in config.items() if k.endswith("token_id")}
-  if not is_gpt:
+  if not is_decoder:
     tokens.setdefault("decoder_start_token_id", 0)
   length = {"max_new_tokens": NEW_TOKENS}
   (folder / "generation_config.json").write_text(json.dumps(tokens | length | SETTINGS[setting]))

@@ -44,16 +44,16 @@ def found(request, tmp_path):
   save_file(drawn, tmp_path / "model.safetensors")
   (tmp_path / "config.json").write_text(json.dumps(facts["config"]))
   model = todays_models.read(tmp_path)
-  model.name, is_gpt = name, model.settings.is_gpt
+  model.name, is_decoder = name, model.settings.is_decoder
   model.model.module = with_config(model, prompt_length=PROMPT_LENGTH)
-  side = "decoder" if is_gpt else "encoder"
+  side = "decoder" if is_decoder else "encoder"
   vectors = jnp.asarray(peft_prompts.prompt())
   stack = {**model.params[side], "prompt": {"prompt": {"prompt": vectors}}}
   model.params = {**model.params, side: stack}
   tokens = jnp.asarray(peft_prompts.tokens(), jnp.int32)
   shifted = jnp.where(tokens == 0, 0, tokens + model.shift)
   model.inputs = {"decoder_input_tokens": shifted, "decoder_target_tokens": shifted}
-  if not is_gpt:
+  if not is_decoder:
     model.inputs = {"encoder_input_tokens": tokens}
     model.inputs |= dict.fromkeys(("decoder_input_tokens", "decoder_target_tokens"), TARGETS)
   return model
@@ -93,7 +93,7 @@ def test_logits_equal_those_of_peft(found, changes):
 @pytest.mark.slow
 def test_the_vectors_have_the_name_axes_and_initial_values_of_t5x_s_prompt_tuning(found):
   initial = with_config(found).init(jax.random.PRNGKey(0), **found.inputs, enable_dropout=False)
-  side = "decoder" if found.settings.is_gpt else "encoder"
+  side = "decoder" if found.settings.is_decoder else "encoder"
   params = flatten_dict(initial["params"], sep="/")
   assert [name for name in params if "prompt" in name] == [f"{side}/prompt/prompt/prompt"]
   vectors = params[f"{side}/prompt/prompt/prompt"]
@@ -114,7 +114,7 @@ def test_greedy_predictions_are_those_of_whole_sequences(found):
   model, starts = found.model, [0, 0]
   model._decode_fn = temperature_sample
   batch = dict(found.inputs, decoder_input_tokens=jnp.zeros_like(TARGETS))
-  if found.settings.is_gpt:
+  if found.settings.is_decoder:
     # The prompts, after the start token, have different lengths.
     starts = [6, 3]
     is_prompt = jnp.arange(LENGTH)[None] <= jnp.array(starts)[:, None]
@@ -154,7 +154,7 @@ def check_greedy(model, params, batch, starts):
 
 
 def test_packed_rows_are_refused(found):
-  side = "decoder" if found.settings.is_gpt else "encoder"
+  side = "decoder" if found.settings.is_decoder else "encoder"
   packed = {f"{side}_segment_ids": jnp.ones_like(TARGETS)}
   with pytest.raises(
     ValueError, match=r"prompt_length = 5\) does not support packed.*pack = False"

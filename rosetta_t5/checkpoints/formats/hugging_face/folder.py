@@ -117,11 +117,6 @@ def is_decoder(config: Config) -> bool:
   return family is not None and family.IS_DECODER
 
 
-def has_shifted_ids(config: Config) -> bool:
-  """Returns whether our ids are one higher than those of a config.json, whose id 0 is not padding."""
-  return is_decoder(config) and not config.get(name_tables.PADDING_IS_TOKEN_0)
-
-
 def read_config(file: epath.PathLike) -> dict[str, Any]:
   """Returns the content of a config.json.
 
@@ -181,7 +176,6 @@ def make_config_and_weights(
   arrays: Arrays,
   network: Any,
   source_config: Config,
-  ids_are_shifted: bool = False,
   model_type: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, StoredArray]]:
   """Returns the content of config.json, and {Transformers' name: array}, for a model of this project.
@@ -190,7 +184,6 @@ def make_config_and_weights(
     arrays: the model's parameters in the plain tree.
     network: its T5Config or TransformerConfig; None if it is not known.
     source_config: the config.json that the model came with, whose other entries are kept; or {}.
-    ids_are_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
     model_type: the model_type in Transformers; None to derive it from the model.
 
   Raises:
@@ -208,7 +201,7 @@ def make_config_and_weights(
   config = {
     **family.DEFAULTS,
     **kept,
-    **family.make_config(arrays, network, name, source_config, ids_are_shifted),
+    **family.make_config(arrays, network, name, source_config),
     "model_type": name,
     "architectures": [architecture(name, network)],
     **dict.fromkeys(("dtype", "torch_dtype"), table.dtype.name),

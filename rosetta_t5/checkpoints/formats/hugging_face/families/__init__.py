@@ -16,8 +16,8 @@ Weights are in the plain tree (`parameter_trees`), by our names. A model_type is
   network_settings  (config.json, weights) → all of its fields
   read_arrays       ({Transformers' name: array}, config.json) → weights
   find_model_type   (weights, network's config or None, config.json that the model came with or {}) → model_type
-  make_config       (weights, network's config, model_type, config.json that the model came with or {},
-                    whether our ids are one higher than the tokenizer's) → the family's entries of config.json
+  make_config       (weights, network's config, model_type, config.json that the model came with or {})
+                    → the family's entries of config.json
   make_weights      (weights, config.json) → {Transformers' name: array}
 
 The functions raise ValueError for models that one of the two sides does not have.

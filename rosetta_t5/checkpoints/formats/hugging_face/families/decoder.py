@@ -130,12 +130,12 @@ def find_model_type(arrays: Arrays, network: TransformerConfig | None, source: C
 
 
 def make_config(
-  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config, is_shifted: bool
+  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's; see `families`."""
   if wrong := layer_settings.wrong_fields(network, "decoder", model_type):
     raise ValueError(f"Transformers' {model_type} needs other values of {', '.join(wrong)}")
-  start = network.decoder_start_token_id
+  start, is_shifted = network.decoder_start_token_id, network.padding_never_follows
   ids: dict[str, Any] = {}
   if not is_shifted:
     ids["pad_token_id"] = 0

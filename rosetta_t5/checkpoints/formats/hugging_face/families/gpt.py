@@ -203,7 +203,7 @@ def _scales_queries(network: TransformerConfig) -> bool:
 
 
 def make_config(
-  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config, is_shifted: bool
+  arrays: Arrays, network: TransformerConfig, model_type: str, source: Config
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in the plain tree.
 
@@ -212,7 +212,6 @@ def make_config(
     network: the settings of the network.
     model_type: 'gpt2' or 'gpt_neo'.
     source: the config.json that the model came with; or {}.
-    is_shifted: whether our ids are one higher than the tokenizer's, which has no padding.
 
   Raises:
     ValueError: Transformers does not support the config, or the config does not match these weights.
@@ -221,7 +220,7 @@ def make_config(
   return {
     **{entry: getattr(network, field) for entry, field in _SIZES[model_type].items()},
     **(_attention_types(network) if model_type == "gpt_neo" else {}),
-    **_vocabulary_entries(arrays[EMBEDDING], source, is_shifted),
+    **_vocabulary_entries(arrays[EMBEDDING], source, network.padding_never_follows),
     "activation_function": name_tables.their_activation(network.mlp_activations[0]),
     "layer_norm_epsilon": network.norm_epsilon,
     "tie_word_embeddings": True,

@@ -272,7 +272,7 @@ def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
 
 
 def make_config(
-  arrays: Arrays, network: T5Config, model_type: str, source: Config, is_shifted: bool
+  arrays: Arrays, network: T5Config, model_type: str, source: Config
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's, for weights in T5X's plain tree.
 
@@ -281,7 +281,6 @@ def make_config(
     network: the settings of the network.
     model_type: one of MODEL_TYPES.
     source: the config.json that the model came with; or {}.
-    is_shifted: not used.
 
   Raises:
     ValueError: Transformers has no name for the activations, or not the model's experts.

@@ -178,7 +178,7 @@ def find_model_type(arrays: Arrays, network: T5Config, source: Config) -> str:
 
 
 def make_config(
-  arrays: Arrays, network: T5Config, model_type: str, source: Config, is_shifted: bool
+  arrays: Arrays, network: T5Config, model_type: str, source: Config
 ) -> dict[str, Any]:
   """Returns the entries of config.json that are the family's; see `families`."""
   sides, stacks, is_second = _sides(arrays), {}, model_type == _SECOND
