@@ -5,6 +5,7 @@ al. 2016), the last word of a passage (LAMBADA), BLEU and ROUGE. Rates and coeff
 """
 
 import collections
+import inspect
 import math
 import re
 import string
@@ -12,23 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-
-# The names of the metrics that tasks on files may use.
-METRICS = [
-  "accuracy",
-  "bleu",
-  "chrf",
-  "f1_score_with_invalid",
-  "lambada",
-  "macro_f1",
-  "matthews_corrcoef",
-  "next_word",
-  "pearson_corrcoef",
-  "rouge",
-  "spearman_corrcoef",
-  "squad",
-  "word_perplexity",
-]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -226,3 +210,9 @@ def _check_lengths(targets: Sequence[object], predictions: Sequence[object]) -> 
 def _split_sentences(text: str) -> str:
   """Puts each sentence on a line, as rougeLsum needs. In tokenized data, " . " ends a sentence."""
   return text.replace(" . ", " .\n")
+
+
+# The names of the metrics that tasks on files may use: the public functions of this module.
+METRICS = sorted(
+  name for name, value in globals().items() if inspect.isfunction(value) and name[0] != "_"
+)
