@@ -36,7 +36,7 @@ def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[
   state = jax.eval_shape(lambda: program.state)
   activations = traced_activations(program.model, program.partitioner, state, lengths)
   batch_size = arrays["decoder"].shape[0]
-  inputs = (program.model, program.partitioner, lengths, batch_size, mesh, activations)
+  inputs = (program.model, program.partitioner, batch_size, mesh, activations)
   work = workload_of(*inputs).replace(microbatches=microbatches or 1)
   planned = step_memory(state, program.partitioner.get_mesh_axes(program.state), work)
   least, gpu = None, gpu_of(jax.devices()[0].device_kind)

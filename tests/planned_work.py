@@ -8,9 +8,8 @@ from tiny_models import make_decoder_only_model, make_model
 
 from rosetta_t5.networks.transformer import T5Config, Transformer
 from rosetta_t5.parallel import PjitPartitioner
-from rosetta_t5.plan.activations import Layout
 from rosetta_t5.plan.memory import StateMemory
-from rosetta_t5.plan.workload import Workload, state_shapes, traced_activations
+from rosetta_t5.plan.workload import Workload, state_shapes, traced_activations, workload_of
 
 
 def planned_work(
@@ -21,6 +20,7 @@ def planned_work(
   partitioner: Any = None,
   loss_chunk_length: int | None = None,
   adapter: Any = None,
+  kernel: str | None = None,
   **changes: Any,
 ) -> Workload:
   """Returns a step with so many examples on each device of a mesh that need not exist."""
@@ -34,16 +34,8 @@ def planned_work(
   state = state_shapes(model, 1, lengths, trained=adapter is not None)
   activations = traced_activations(model, partitioner, state, lengths)
   assert activations is not None
-  layout = Layout(partitioner.logical_axis_rules, mesh, activations.examples)
-  return Workload(
-    config=config,
-    lengths=lengths,
-    examples=examples,
-    mesh=mesh,
-    activations=activations,
-    layout=layout,
-    **changes,
-  )
+  work = workload_of(model, partitioner, 1, mesh, activations, kernel)
+  return work.replace(examples=examples, **changes)
 
 
 def activation_bytes(work: Workload) -> float:

@@ -114,7 +114,7 @@ def _input_collectives(
   why, gathers = "activations", 1
   if is_attention(matmul):
     # A fused kernel gathers keys and values again for the backward pass, and so does rematerialization.
-    why, forward, is_flash = "keys", 1 + (work.policy != "none"), work.attention_kernel == "flash"
+    why, forward, is_flash = "keys", 1 + (work.remat_policy != "none"), work.kernel == "flash"
     gathers = forward + is_flash
     other, passes = matmul.operands[1 - side], (forward + 1) * part.layers
     is_query = work.activations and not work.activations.is_pair(other)
@@ -227,7 +227,7 @@ def _splits_heads(keys: Value, work: Workload, axes: tuple[str, ...]) -> bool:
 def _is_causal(work: Workload) -> bool:
   """Returns whether all attention is causal and without a bias, so that devices exchange queries."""
   has_bias = setting_of(work.config, "positions") == "relative"
-  return not has_bias and "encoder" not in work.lengths
+  return not has_bias and not hasattr(work.config, "num_encoder_layers")
 
 
 def _exchanges_experts(value: Value) -> bool:

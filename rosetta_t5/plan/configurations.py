@@ -72,10 +72,10 @@ class Configuration:
       "partitioning.PjitPartitioner.num_partitions=1",
       *(_STANDARD_CLASSES if has_experts(self.work.config) else ()),
       f"trainer.Trainer.num_microbatches={self.work.microbatches}",
-      f"{config}.remat_policy=\"'{self.work.policy}'\"",
+      f"{config}.remat_policy=\"'{self.work.remat_policy}'\"",
     ]
     if self.work.config.attention_kernel != "auto":  # a run measures the kernels for 'auto'
-      lines.append(f"{config}.attention_kernel=\"'{self.work.attention_kernel}'\"")
+      lines.append(f"{config}.attention_kernel=\"'{self.work.kernel}'\"")
     if PIPELINE_AXIS in self.mesh:
       microbatches = self.work.schedule.microbatches
       lines.insert(1, f"partitioning.PjitPartitioner.pipeline_microbatches={microbatches}")
@@ -130,12 +130,11 @@ def _configurations_by_mesh(
     if batch_size % count_batch_shards(sizes):
       continue
     kernel = fastest_kernel(model, plan.lengths, plan.dataset_cfg, sizes, gpu)
-    inputs = (plan.lengths, batch_size, sizes, plan.activations)
-    work = workload_of(model, partitioner, *inputs).replace(kernel=kernel)
+    work = workload_of(model, partitioner, batch_size, sizes, plan.activations, kernel)
     memory = StateMemory.of(plan.state, specs, work)
     named = {x: n for x, n in mesh.items() if n > 1 or x not in OPTIONAL_AXES}
     found = []
-    policies = POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
+    policies = POLICIES if hasattr(work.config, "remat_policy") else (work.remat_policy,)
     for policy, fp8, schedule in itertools.product(policies, precisions, _schedules(work)):
       changed = work.replace(remat_policy=policy, fp8=fp8, pipeline=schedule)
       option = fewest_microbatches(changed, memory, USABLE * gpu.memory)

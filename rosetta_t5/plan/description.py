@@ -150,9 +150,9 @@ class Plan:
     kernel = getattr(model.network_config, "attention_kernel", None)
     if kernel == "auto" and self.devices[1] != "CPU":
       kernel = workload.fastest_kernel(model, self.lengths, cfg, self.mesh, self.gpu)
-    inputs = (self.lengths, cfg.batch_size, self.mesh, self.activations)
-    work = workload.workload_of(model, self["partitioner"], *inputs)
-    return work.replace(kernel=kernel, microbatches=self.microbatches, fp8=self.fp8 or work.fp8)
+    inputs = (self["partitioner"], cfg.batch_size, self.mesh, self.activations, kernel)
+    work = workload.workload_of(model, *inputs)
+    return work.replace(microbatches=self.microbatches, fp8=self.fp8 or work.fp8)
 
   @functools.cached_property
   def activations(self) -> Activations | None:

@@ -96,7 +96,7 @@ def estimate_step(
   traffic = []
   for each in step_collectives(work):
     sent = each.wire_bytes(work.mesh)
-    if each.why == "activations" and work.policy in KEEP_NOTHING:
+    if each.why == "activations" and work.remat_policy in KEEP_NOTHING:
       sent *= _RECOMPUTED_TRAFFIC
     seconds, leaves_node = seconds_on_links(sent, each.axes, work.mesh, gpu)
     traffic.append(Traffic(each, sent, seconds / _LINK_EFFICIENCY, leaves_node))
@@ -124,10 +124,10 @@ def _relative_time(work: Workload, gpu: Gpu, mfu: float) -> float:
   if work.fp8 and gpu.fp8:
     projections *= gpu.bfloat16 / gpu.fp8
   total = projections + attention + logits + other
-  if work.policy in KEEP_NOTHING:
+  if work.remat_policy in KEEP_NOTHING:
     total += (projections + attention + other) / 3
-  elif work.policy in KEEP_MATMULS:
-    total += (attention * (work.policy != "dots_saveable") + other) / 3
+  elif work.remat_policy in KEEP_MATMULS:
+    total += (attention * (work.remat_policy != "dots_saveable") + other) / 3
   return total + (logits / 3 if work.loss_chunk_length else 0.0)
 
 
@@ -145,7 +145,7 @@ def _pair_bytes(work: Workload) -> float:
   """Returns the bytes that attention moves for logits and probabilities; 0 for a fused kernel."""
   if work.is_attention_fused or work.activations is None:
     return 0.0
-  passes = _PAIR_PASSES * (1.0 if work.policy == "none" else 4 / 3)
+  passes = _PAIR_PASSES * (1.0 if work.remat_policy == "none" else 4 / 3)
   pairs = [
     part.layers * work.layout.bytes_of(value, work.examples)
     for part in work.activations.segments

@@ -157,7 +157,7 @@ class _Moments:
       complete = gathered + gathered_layers.get(number, 0.0)
       yield self._moment(held, self.tables + (stacked or later), logits, complete)
     yield self._moment(0.0, sum(self.gradients), 0.0, gathered_at_end)
-    if work.policy == "none" and (deferred := self._deferred()):
+    if work.remat_policy == "none" and (deferred := self._deferred()):
       yield self._moment(deferred + buffers, sum(self.gradients), loss, gathered_at_end)
 
   def _moment(
@@ -172,14 +172,14 @@ class _Moments:
   def _kept(self, number: int, examples: float, policy: str | None = None) -> float:
     """Returns the bytes that the layers of a segment keep for the backward pass."""
     part = self.segments[number]
-    policy = policy or self.work.policy
+    policy = policy or self.work.remat_policy
     kept = self.activations.kept(policy, self.work.is_attention_fused)[number]
     arrays = [value for value in kept if value.is_batched or not part.count]
     return part.layers * sum(self.layout.bytes_of(value, examples) for value in arrays)
 
   def _recomputed(self, number: int) -> float:
     """Returns the bytes that the backward pass of one rematerialized layer computes again."""
-    if self.work.policy == "none":
+    if self.work.remat_policy == "none":
       return 0.0
     kept, examples = functools.partial(self._kept, number), self.work.stage_examples
     return max(kept(examples, RECOMPUTED) - kept(examples), 0.0) / self.segments[number].layers
@@ -259,7 +259,7 @@ class _Moments:
       elif work.microbatches == 1:
         # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
         # kernels are in fp8. Nothing reads the embedding again.
-        is_ahead = work.policy == "none" and not work.fp8
+        is_ahead = work.remat_policy == "none" and not work.fp8
         share = 0.5 if is_ahead else 1 / part.count
         tables = 1.0
       layers[number] = share * shards * self.gradients[number]
@@ -273,7 +273,7 @@ class _Moments:
     forward pass is repeated.
     """
     work, part = self.work, self.segments[number]
-    is_kept = work.policy == "none"
+    is_kept = work.remat_policy == "none"
     if not part.count:
       return 0.0
     if part.is_scanned:

@@ -36,40 +36,36 @@ class Workload:
 
   Attributes:
     config: the network's sizes, a `T5Config` or `TransformerConfig`.
-    lengths: the lengths of the model's inputs, {"encoder": S, "decoder": T}; without an encoder
-      {"decoder": T}.
     examples: the examples per device in a step, all microbatches together.
     mesh: the size of each mesh axis, outermost first.
     layout: how arrays are split over the mesh.
     microbatches: the number of microbatches of a step.
     zero1: whether the optimizer's state is sharded over `data` and the parameters are not.
     loss_chunk_length: the number of target positions whose logits exist at the same time; None for all.
-    remat_policy: what layers keep for the backward pass (see `stack.rematerialize`); None for the
-      policy of the network's config.
+    remat_policy: what layers keep for the backward pass (see `stack.rematerialize`).
     fp8: whether the matmuls of attention and feed-forward blocks are computed in fp8.
-    kernel: the attention kernel; None for that of the network's config.
+    kernel: the attention kernel of all layers: xla, cudnn or flash.
     pipeline: the settings of pipelines.
     activations: what the traced loss keeps; None if it cannot be traced.
   """
 
   config: Any
-  lengths: Mapping[str, int]
   examples: float
   mesh: Mapping[str, int]
   layout: Layout
   microbatches: int = 1
   zero1: bool = False
   loss_chunk_length: int | None = None
-  remat_policy: str | None = None
+  remat_policy: str = "none"
   fp8: bool = False
-  kernel: str | None = None
+  kernel: str = "xla"
   pipeline: PipelineSettings = dataclasses.field(default_factory=PipelineSettings)
   activations: Activations | None = None
 
   @property
   def is_attention_fused(self) -> bool:
     """Whether one kernel computes attention, and stores neither logits nor probabilities."""
-    return self.attention_kernel != "xla"
+    return self.kernel != "xla"
 
   def shards(self, axes: Iterable[str]) -> int:
     """Returns the number of devices along these mesh axes."""
@@ -109,19 +105,6 @@ class Workload:
     """The bytes of a number in the compute dtype."""
     return jnp.dtype(setting_of(self.config, "dtype")).itemsize
 
-  @property
-  def policy(self) -> str:
-    """The rematerialization policy; "none" if nothing is recomputed."""
-    return str(self.remat_policy or setting_of(self.config, "remat_policy"))
-
-  @property
-  def attention_kernel(self) -> str:
-    """The attention kernel: xla, cudnn or flash."""
-    if isinstance(self.config, NetworkConfig) and has_extra_keys(self.config):
-      return "xla"  # for all layers, although others may have a fused kernel
-    name = str(self.kernel or setting_of(self.config, "attention_kernel"))
-    return "xla" if name == "auto" else name  # not replaced by `fastest_kernel`: as on a CPU
-
   def replace(self, **changes: Any) -> Workload:
     """Returns a copy with other values."""
     return dataclasses.replace(self, **changes)
@@ -130,20 +113,25 @@ class Workload:
 def workload_of(
   model: Any,
   partitioner: Any,
-  lengths: Mapping[str, int],
   batch_size: int,
   mesh: Mapping[str, int],
   activations: Activations | None = None,
+  kernel: str | None = None,
 ) -> Workload:
-  """Returns what a step of a run computes in one microbatch."""
+  """Returns what a step of a run computes in one microbatch; with the config's attention kernel if `kernel` is None."""
+  config = model.network_config
+  kernel = kernel or setting_of(config, "attention_kernel")
+  # As on a CPU, and for all layers if some have no other kernel.
+  is_xla = kernel == "auto" or (isinstance(config, NetworkConfig) and has_extra_keys(config))
   return Workload(
-    config=model.network_config,
-    lengths=lengths,
+    config=config,
     examples=batch_size / count_batch_shards(mesh),
     mesh=mesh,
     zero1=getattr(partitioner, "zero1", False),
     loss_chunk_length=model.loss_chunk_length,
-    fp8=setting_of(model.network_config, "matmul") is not None,
+    remat_policy=setting_of(config, "remat_policy"),
+    fp8=setting_of(config, "matmul") is not None,
+    kernel="xla" if is_xla else kernel,
     pipeline=partitioner.pipeline,
     activations=activations,
     layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),

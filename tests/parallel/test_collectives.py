@@ -187,8 +187,7 @@ def check_collectives(arguments, config=T5_1_1, adapter=None):
     lengths.pop("encoder")
   mesh = partitioner.mesh.shape
   examples = EXAMPLES / partitioner.data_mesh_size
-  changes = {"zero1": partitioner.zero1, "adapter": adapter}
-  work = planned_work(config, lengths, examples, mesh, partitioner, **changes)
+  work = planned_work(config, lengths, examples, mesh, partitioner, adapter=adapter)
   planned: collections.Counter = collections.Counter()
   for each in step_collectives(work):
     # XLA on CPUs writes a reduce-scatter as an all-reduce and a slice, and does not combine terms first.

@@ -199,8 +199,8 @@ def test_only_attention_by_xla_stores_logits_and_probabilities(kernel, stored):
 )
 def test_a_plan_of_attention_that_only_xla_computes_stores_logits_whatever_the_kernel(changes):
   config = T5Config(vocab_size=128, num_encoder_layers=1, num_decoder_layers=1, **changes)
-  work = planned_work(config, LENGTHS, 32, {"data": 1})
-  assert not work.replace(kernel="flash").is_attention_fused
+  work = planned_work(config, LENGTHS, 32, {"data": 1}, kernel="flash")
+  assert not work.is_attention_fused
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def _fitting_choices(plan: Any, device: str, must_fit: bool) -> list[Choice]:
   check_batch_size(plan.dataset_cfg.batch_size, plan.mesh)
   work, available = plan.work, device_memory()
   memory = StateMemory.of(plan.state, plan.specs, work)
-  policies = POLICIES if hasattr(work.config, "remat_policy") else (work.policy,)
+  policies = POLICIES if hasattr(work.config, "remat_policy") else (work.remat_policy,)
   options = [work.replace(remat_policy=policy) for policy in policies]
   limit = _USABLE[device] * available
   fits = next(filter(None, (fewest_microbatches(each, memory, limit) for each in options)), None)
@@ -185,7 +185,7 @@ def _fitting_choices(plan: Any, device: str, must_fit: bool) -> list[Choice]:
     )
   used = f"{size_text(sum(memory.step(fits).values()))} of the device's {size_text(available)}"
   found = [Choice("trainer.Trainer.num_microbatches", fits.microbatches, used)]
-  if fits.policy != work.policy:
+  if fits.remat_policy != work.remat_policy:
     name = f"network.{type(work.config).__name__}.remat_policy"
-    found.append(Choice(name, fits.policy, "computes activations twice, to save memory"))
+    found.append(Choice(name, fits.remat_policy, "computes activations twice, to save memory"))
   return found
