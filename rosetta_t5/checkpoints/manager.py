@@ -125,7 +125,6 @@ class OrbaxCheckpointManagerInterface:
     self._orbax: ocp.CheckpointManager | None = None
     self._deleter = futures.ThreadPoolExecutor(1)
     self._saving_step: int | None = None
-    self._saving_facts: dict[str, Any] = {}
 
   def all_steps(self) -> list[int]:
     """Returns the steps that are saved or being saved, in ascending order."""
@@ -193,7 +192,6 @@ class OrbaxCheckpointManagerInterface:
     omitted = self.run_facts.get(checkpoint_folders.ADAPTER, {}).get("base_parameters", ())
     state = saved_items.state_args(train_state, self._partitioner, fns, self._save_dtype, omitted)
     items: dict[str, Any] = {checkpoint_folders.STATE_ITEM: state}
-    self._saving_facts = dict(self.run_facts)
     if self._dataset_iterator is not None:
       items[checkpoint_folders.DATASET_ITEM] = saved_items.DatasetArgs(self._dataset_iterator)
     self._saving_step = step
@@ -346,7 +344,7 @@ class OrbaxCheckpointManagerInterface:
     final = checkpoint_folders.checkpoint_path(self.directory, self._saving_step or 0)
     pattern = f"{final.name}{ocp.path.atomicity.TMP_DIR_SUFFIX}*"
     folder = next(iter(sorted(self.directory.glob(pattern))), final)
-    (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self._saving_facts))
+    (folder / checkpoint_folders.RUN_FACTS).write_text(json.dumps(self.run_facts))
     # Storage in the cloud has checksums of its own, and reading everything again would take long.
     if "://" not in os.fspath(folder):
       write_checksums(folder, [n for n in files_in(folder) if n not in _COMMIT_FILES])

@@ -139,6 +139,7 @@ def test_run_facts_are_readable_before_restore(setup, tmp_path):
   manager = setup.manager(tmp_path)
   manager.run_facts["random_seed"] = 17
   manager.save(setup.state(step=1))
+  manager.wait_until_finished()
   manager.run_facts["data_seed"] = 3
   manager.save(setup.state(step=2))
   manager.close()

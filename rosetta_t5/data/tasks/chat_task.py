@@ -65,9 +65,7 @@ def chat_task(
   is_seq2seq = objective == "seq2seq" if objective else bool(vocabulary.folder.is_encoder_decoder)
   convert = functools.partial(_render, template=template, is_seq2seq=is_seq2seq)
   bad_examples = reading.BadExamples(on_bad_example)
-  source = file_source(
-    files, validation_files, validation_percent, ["rows"], convert, bad_examples=bad_examples
-  )
+  source = file_source(files, validation_files, validation_percent, ["rows"], convert, bad_examples)
   source.digest = digest
   weights = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)
   features = {"targets": seqio.Feature(vocabulary, add_eos=False), WEIGHTS: weights}

@@ -86,7 +86,7 @@ def file_task(
   options = reading.ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
   convert, bad_examples = reading.make_converter(templates), reading.BadExamples(on_bad_example)
   source = file_source(
-    files, validation_files, validation_percent, list(templates), convert, options, bad_examples
+    files, validation_files, validation_percent, list(templates), convert, bad_examples, options
   )
   source.digest = digest
   source.arguments = {
@@ -123,8 +123,8 @@ def file_source(
   validation_percent: float,
   names: Sequence[str],
   convert: Callable[..., Any],
+  bad_examples: reading.BadExamples,
   options: reading.ReadOptions = reading.DEFAULT_OPTIONS,
-  bad_examples: reading.BadExamples | None = None,
 ) -> Any:
   """Returns a `FileSource` with the splits "train" and "validation"; see `file_task` for the arguments.
 
@@ -134,12 +134,10 @@ def file_source(
     validation_percent: the size of the validation split, without files of its own.
     names: the names of the texts in an example.
     convert: converts a record to texts by name, or returns the reason why it cannot.
+    bad_examples: counts or refuses the bad examples.
     options: how the files' bytes become records.
-    bad_examples: counts or refuses the bad examples; None for a new count.
   """
   from rosetta_t5.data.reading.file_source import FileSource
-
-  bad_examples = bad_examples or reading.BadExamples()
 
   def reader(is_validation: bool) -> reading.BlockReader:
     def is_kept(fields: Mapping[str, str]) -> bool:
