@@ -34,7 +34,7 @@ def chat(options: argparse.Namespace) -> int:
   vocabulary = model.model.input_vocabulary
   lengths = text_commands.feature_lengths(model.lengths, options)
   folder = getattr(vocabulary, "folder", None)  # of a tokenizer.json
-  has_template = folder and (folder.templates or not sentinel_ids(vocabulary))
+  has_template = folder and (folder.chat_template or not sentinel_ids(vocabulary))
   if has_template or "inputs" not in model.lengths:
     reply = _conversation_with(model, lengths, options.system)
     print("Type a message. An empty line ends.", flush=True)

@@ -139,7 +139,7 @@ class _Folder:
     model = next((path / name for name in _SENTENCEPIECE if (path / name).exists()), None)
     tokenizer = path / "tokenizer.json"
     has_tokenizer = tokenizer.exists()
-    is_whole = has_tokenizer and (self.is_decoder or read_tokenizer_folder(str(path)).templates)
+    is_whole = has_tokenizer and (self.is_decoder or read_tokenizer_folder(str(path)).chat_template)
     if model is not None and not (self.is_shifted or is_whole):
       extra_ids, missing = self._extra_tokens(model)
       if not (missing and has_tokenizer):

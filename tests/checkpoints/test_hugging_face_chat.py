@@ -104,7 +104,7 @@ def test_a_copy_of_the_vocabulary_keeps_the_template_and_the_special_tokens(fold
   folder.rename(tmp_path / "moved")
   file = _use_copy(tmp_path / "run", kept)
   copy = data.tokenizer_vocabulary(file, shift=shift)
-  assert copy.folder.templates == {"default": TEMPLATE}
+  assert copy.folder.chat_template == TEMPLATE
   assert (copy.eos_id, copy.bos_id, copy.ends_inputs) == (
     vocabulary.eos_id,
     vocabulary.bos_id,

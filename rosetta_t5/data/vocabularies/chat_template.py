@@ -59,10 +59,10 @@ class ChatTemplate:
       vocabulary: a vocabulary of a tokenizer.json.
 
     Raises:
-      ValueError: the folder has no template, several without a default one, or an invalid one.
+      ValueError: the folder has no template, or an invalid one.
     """
     folder = getattr(vocabulary, "folder", None)
-    if folder is None or "default" not in folder.templates:
+    if folder is None or not folder.chat_template:
       where = folder.path if folder else type(vocabulary).__name__
       raise ValueError(
         f"{where} has no chat template: put chat_template.jinja beside the model's tokenizer.json, or use a "
@@ -72,7 +72,7 @@ class ChatTemplate:
     added = vocabulary.tokenizer.get_added_tokens_decoder().values()
     self._added = tuple(sorted((token.content for token in added), key=len, reverse=True))
     try:
-      self._template = _environment().from_string(folder.templates["default"])
+      self._template = _environment().from_string(folder.chat_template)
     except jinja2.TemplateSyntaxError as error:
       raise ValueError(
         f"{folder.path}: the chat template is not valid: {error} (line {error.lineno})"

@@ -1,10 +1,10 @@
 """What the files beside a tokenizer.json specify about its use, as Transformers 5 reads them.
 
 tokenizer_config.json (earlier special_tokens_map.json and added_tokens.json too) names special tokens and
-adds tokens, config.json says where texts end and whether the model has an encoder, and chat templates are in
-chat_template.jinja, in additional_chat_templates or in tokenizer_config.json. Whether a text begins with
-a begin token and ends with an end token is decided by the post-processor in tokenizer.json alone:
-Transformers ignores add_bos_token and add_eos_token beside it.
+adds tokens, config.json says where texts end and whether the model has an encoder, and the chat template is in
+chat_template.jinja or in tokenizer_config.json. Whether a text begins with a begin token and ends with an end
+token is decided by the post-processor in tokenizer.json alone: Transformers ignores add_bos_token and
+add_eos_token beside it.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class TokenizerFolder:
     is_encoder_decoder: whether config.json is that of an encoder-decoder, or of its encoder alone; None
       without config.json.
     has_padding_0: whether token 0 is padding by config.json.
-    templates: the chat templates by name; the usual one is "default".
+    chat_template: the chat template, of several the one that is called "default"; None without one.
   """
 
   path: pathlib.Path
@@ -48,7 +48,7 @@ class TokenizerFolder:
   end_ids: tuple[int, ...]
   is_encoder_decoder: bool | None
   has_padding_0: bool
-  templates: Mapping[str, str]
+  chat_template: str | None
 
   def add_tokens(self, tokenizer: Any) -> None:
     """Adds the folder's tokens that a `tokenizers.Tokenizer` lacks, in Transformers' order."""
@@ -106,7 +106,7 @@ def read_tokenizer_folder(path: str) -> TokenizerFolder:
     end_ids=tuple(ends if isinstance(ends, list) else [] if ends is None else [ends]),
     is_encoder_decoder=is_encoder or bool(model.get("is_encoder_decoder")) if model else None,
     has_padding_0=model.get("pad_token_id") == 0,
-    templates=_read_templates(root, settings),
+    chat_template=_read_template(root / _TEMPLATE, settings.get("chat_template")),
   )
 
 
@@ -120,16 +120,13 @@ def _added(token: str, is_special: bool) -> dict[str, Any]:
   return {"content": token, "special": is_special, "normalized": not is_special}
 
 
-def _read_templates(root: pathlib.Path, settings: Mapping[str, Any]) -> dict[str, str]:
-  found = {file.stem: file for file in root.glob("additional_chat_templates/*.jinja")}
-  if (root / _TEMPLATE).is_file():
-    found["default"] = root / _TEMPLATE
-  if found:
-    return {name: file.read_text(encoding="utf-8") for name, file in found.items()}
-  given = settings.get("chat_template") or {}
+def _read_template(file: pathlib.Path, given: Any) -> str | None:
+  """Returns the template in a file, or else the one that tokenizer_config.json gives, alone or in a list."""
+  if file.is_file():
+    return file.read_text(encoding="utf-8")
   if isinstance(given, list):
-    return {each["name"]: each["template"] for each in given}
-  return {"default": given} if isinstance(given, str) else {}
+    given = {each["name"]: each["template"] for each in given}.get("default")
+  return given if isinstance(given, str) else None
 
 
 def copy_vocabulary(source: pathlib.Path, copy: pathlib.Path) -> None:
