@@ -353,7 +353,7 @@ def test_decoding_options_change_predictions_and_are_recorded(model_dir, tmp_pat
 @pytest.mark.parametrize(
   ("arguments", "text"),
   [
-    (["--template", "{title}"], "Line 1 of the input cannot be used: no column 'title' among"),
+    (["--template", "{title}"], "rows.jsonl cannot be used: no column 'title' among"),
     ([], "have columns: give the model's input, such as --template"),
     (
       ["--input", "nothing.txt"],
@@ -399,11 +399,11 @@ def test_an_output_of_another_input_is_not_changed(model_dir, rows_file, tmp_pat
 @pytest.mark.parametrize(
   ("broken", "message"),
   [
-    (b'{"question": \n', "Line 41 of the input cannot be used: invalid JSON: Expecting value"),
-    (b"[1]\n", "Line 41 of the input cannot be used: a JSON list, not an object"),
+    (b'{"question": \n', "rows.jsonl cannot be used: invalid JSON: Expecting value"),
+    (b"[1]\n", "rows.jsonl cannot be used: a JSON list, not an object"),
     (
       b'{"question": "\xff"}\n',
-      "Line 41 of the input cannot be used: question contains a NUL character or is not text in UTF-8",
+      "rows.jsonl cannot be used: question contains a NUL character or is not text in UTF-8",
     ),
   ],
 )
@@ -415,6 +415,7 @@ def test_a_broken_line_is_reported_after_the_sorted_batches_before_it(
   with pytest.raises(SystemExit):
     infer("unused", "--input", path, "--template", "{question}", "--batch_size", 5)
   output = capfd.readouterr()
+  assert f"Line 41 of {path}" in output.err
   assert message in output.err
   written = [json.loads(line) for line in output.out.splitlines()]
   assert written == [{"inputs": {"question": "1"}, "prediction": "1", "score": 0.0}] * 40
@@ -482,7 +483,7 @@ def test_a_template_that_does_not_fit_a_row_is_refused(model_dir, rows_file, cap
   with pytest.raises(SystemExit):
     infer(model_dir, "--input", rows_file, "--template", "{question.size}")
   assert (
-    "Line 1 of the input cannot be used: no column 'question.size' (did you mean 'question'?) among"
+    f"Line 1 of {rows_file} cannot be used: no column 'question.size' (did you mean 'question'?) among"
     in capfd.readouterr().err
   )
 

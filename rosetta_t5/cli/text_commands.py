@@ -152,7 +152,8 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     record = {"text": content} if isinstance(content, str) else content
     example = record.reason if isinstance(record, BadExample) else convert(record)
     if isinstance(example, str):
-      raise ValueError(f"Line {number} of the input cannot be used: {example}")
+      name = "the input" if path == "-" else path
+      raise ValueError(f"Line {number} of {name} cannot be used: {example}")
     yield Row(content, {"target": "", **example})
 
 

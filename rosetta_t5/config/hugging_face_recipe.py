@@ -187,6 +187,8 @@ class _Folder:
     given = {name: value for name, value in self.generation.items() if value is not None}
     arguments = self._controls(given)
     if self.beams > 1:
+      if given.get("do_sample"):
+        self.notes.append("in generation_config.json do_sample has no effect beside num_beams > 1")
       return "beam_search", arguments | {"alpha": float(given.get("length_penalty", 1.0))}
     arguments |= {"rescale_log_probs": False, "temperature": 0.0}
     if given.get("do_sample"):

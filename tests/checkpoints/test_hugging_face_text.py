@@ -106,6 +106,8 @@ def test_sampling_beams_and_lengths_come_from_generation_config(folder, capsys):
   assert capsys.readouterr().err.count(notes[0]) == 1
   run, restore_cfg = read_run(folder, ["--gin.decoding.beam_search.alpha=0.25"])
   assert bindings_of(run["model"].decode_fn)["alpha"] == 0.25  # flags change the recipe
+  _, notes = decoding(do_sample=True, penalty_alpha=None)
+  assert notes == ["in generation_config.json do_sample has no effect beside num_beams > 1"]
   assert run["task_feature_lengths"] == {"inputs": 512, "targets": transformers_texts.NEW_TOKENS}
   assert (restore_cfg.path, restore_cfg.mode) == (str(folder), "specific")
 

@@ -20,7 +20,7 @@ FAULTS = [
   Fault(
     "the input is not UTF-8",
     "printf 'a\\n\\xff\\n' > b; $INFER --input b",
-    "Line 2 of the input cannot be used: text contains a NUL character or is not text in UTF-8",
+    "Line 2 of b cannot be used: text contains a NUL character or is not text in UTF-8",
   ),
   Fault(
     "a text has more tokens than the model reads",
@@ -42,22 +42,22 @@ FAULTS = [
   Fault(
     "a row of the input has another field than the template",
     """echo '{"q": 1}' > b; $INFER --input b --template '{question}'""",
-    "Line 1 of the input cannot be used: no column 'question' among 'q'",
+    "Line 1 of b cannot be used: no column 'question' among 'q'",
   ),
   Fault(
     "a field of the input is null",
     """echo '{"question": null}' > b; $INFER --input b --template '{question}'""",
-    "Line 1 of the input cannot be used: question is empty",
+    "Line 1 of b cannot be used: question is empty",
   ),
   Fault(
     "a field of the input is an object",
     """echo '{"question": {"a": 1}}' > b; $INFER --input b --template '{question}'""",
-    "Line 1 of the input cannot be used: question is an object, not text",
+    "Line 1 of b cannot be used: question is an object, not text",
   ),
   Fault(
     "a row of the input is truncated",
     """echo '{"question": ' > b; $INFER --input b --template '{question}'""",
-    "Line 1 of the input cannot be used: invalid JSON",
+    "Line 1 of b cannot be used: invalid JSON",
   ),
   Fault(
     "more output tokens than an array can have",
@@ -92,7 +92,7 @@ FAULTS = [
   Fault(
     "a row of the input is nested brackets",
     "head -c 100000 /dev/zero | tr '\\0' '[' > b; $INFER --input b --template '{question}'",
-    "Line 1 of the input cannot be used: invalid JSON: maximum recursion depth",
+    "Line 1 of b cannot be used: invalid JSON: maximum recursion depth",
   ),
   Fault(
     "a template has a format",
