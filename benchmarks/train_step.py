@@ -13,7 +13,7 @@ import jax
 from rosetta_t5.cli import bench
 from rosetta_t5.gpu_program.hlo import parse_program
 from rosetta_t5.gpu_program.roofline import time_program
-from rosetta_t5.plan.memory import step_memory
+from rosetta_t5.plan.memory import StateMemory
 from rosetta_t5.plan.workload import traced_activations, workload_of
 from rosetta_t5.telemetry.gpus import gpu_of
 
@@ -38,7 +38,8 @@ def expectations(program: bench.CompiledStep, microbatches: int | None) -> dict[
   batch_size = arrays["decoder"].shape[0]
   inputs = (program.model, program.partitioner, batch_size, mesh, activations)
   work = workload_of(*inputs).replace(microbatches=microbatches or 1)
-  planned = step_memory(state, program.partitioner.get_mesh_axes(program.state), work)
+  specs = program.partitioner.get_mesh_axes(program.state)
+  planned = StateMemory.of(state, specs, work).step(work)
   least, gpu = None, gpu_of(jax.devices()[0].device_kind)
   if gpu:  # Each kernel reaches the rates of the data sheet.
     least = 1e3 * time_program(parse_program(program.step.as_text()), gpu, mesh).seconds

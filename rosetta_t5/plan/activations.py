@@ -19,6 +19,9 @@ from rosetta_t5.networks.layers.stack import REMAT_POLICIES
 from rosetta_t5.parallel.mesh import BATCH_AXES, axis_names
 from rosetta_t5.traced.program import STORED, Segment, Value
 
+# The number of examples of a trace. Each mesh axis of a trace has two devices, and only dimensions that are
+# divisible by two get names: the examples, and the examples of one device, of which groups of experts consist.
+TRACED_EXAMPLES = 4
 # Operations whose result has the bytes of their operand.
 _VIEWS = re.compile(
   "reshape|transpose|sharding_constraint|squeeze|copy|optimization_barrier|stop_gradient"
@@ -41,14 +44,9 @@ KEEP_MATMULS = ("minimal", "dots_with_no_batch_dims_saveable", "dots_saveable")
 class Activations:
   """The arrays that each segment of a program keeps; see `traced.program.read_program`."""
 
-  def __init__(self, segments: Sequence[Segment], examples: int):
-    """Reads a program.
-
-    Args:
-      segments: its segments.
-      examples: the number of examples with which it was traced.
-    """
-    self.segments, self.examples = segments, examples
+  def __init__(self, segments: Sequence[Segment]):
+    """Reads the segments of a program that was traced with TRACED_EXAMPLES."""
+    self.segments = segments
     self._owner = {id(v): n for n, part in enumerate(segments) for v in part.values}
     # The arrays from the first to the second matmul of attention, which a fused kernel does not store.
     attention = [v for part in segments for v in part.values if is_attention(v)]
@@ -185,15 +183,14 @@ def is_attention(value: Value) -> bool:
 class Layout:
   """How arrays are split over devices."""
 
-  def __init__(self, rules: Sequence[Any], mesh: Mapping[str, int], traced_examples: int):
+  def __init__(self, rules: Sequence[Any], mesh: Mapping[str, int]):
     """Describes a mesh.
 
     Args:
       rules: (logical axis, mesh axis) pairs.
       mesh: the size of each mesh axis.
-      traced_examples: the number of examples of a traced program.
     """
-    self._rules, self._mesh, self._examples = tuple(rules), mesh, traced_examples
+    self._rules, self._mesh = tuple(rules), mesh
     # Values stay alive as long as the program, so their ids identify them.
     self._specs: dict[int, tuple[Value, list[tuple[str, ...]]]] = {}
 
@@ -207,7 +204,7 @@ class Layout:
     """
     axes = [axis for axis in self.axes_of(value) if axis not in gathered]
     size = value.nbytes / math.prod(self._mesh[axis] for axis in axes)
-    return size * examples / self._examples if value.is_batched else size
+    return size * examples / TRACED_EXAMPLES if value.is_batched else size
 
   def axes_of(self, value: Value) -> tuple[str, ...]:
     """Returns the mesh axes over which an array is split, except those that split examples."""

@@ -19,10 +19,10 @@ from rosetta_t5.parallel.axis_rules import partition_specs_of
 from rosetta_t5.parallel.data_layout import check_batch_size, check_row_lengths
 from rosetta_t5.parallel.mesh import MODEL_AXIS, PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.plan import estimate, workload
-from rosetta_t5.plan.activations import Activations
+from rosetta_t5.plan.activations import TRACED_EXAMPLES, Activations
 from rosetta_t5.plan.configurations import GPU, USABLE
 from rosetta_t5.plan.inputs import checkpoint_rows, data_rows, find_start
-from rosetta_t5.plan.memory import state_bytes, step_memory
+from rosetta_t5.plan.memory import StateMemory, state_bytes
 from rosetta_t5.telemetry.console import count_parameters, describe_parameters
 from rosetta_t5.telemetry.gpus import GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import format_number, size_text
@@ -165,7 +165,7 @@ class Plan:
     if self.activations is None:
       of_sequence = 6.0 * count_parameters(self.state.params) * sum(self.lengths.values())
     else:
-      of_sequence = flops_of_segments(self.activations.segments) / self.activations.examples
+      of_sequence = flops_of_segments(self.activations.segments) / TRACED_EXAMPLES
     return self.dataset_cfg.batch_size * of_sequence, self.activations is not None
 
 
@@ -260,7 +260,7 @@ def _memory_rows(plan: Plan) -> Rows:
   if plan["model"] is None or plan["partitioner"] is None:
     return []
   if plan.is_training:
-    parts = step_memory(plan.state, plan.specs, plan.work)
+    parts = StateMemory.of(plan.state, plan.specs, plan.work).step(plan.work)
   else:
     parts = state_bytes(plan.state, plan.specs, plan.mesh)
   total = sum(parts.values())

@@ -41,15 +41,6 @@ def array_bytes(array: Any, spec: Sequence[Any] | None, mesh: Mapping[str, int])
   return math.prod(shape) * array.dtype.itemsize
 
 
-def step_memory(state: Any, specs: Any, work: Workload) -> dict[str, float]:
-  """Returns the bytes per device of the parts of a training step at its peak.
-
-  The parts are "params", "optimizer", "activations" unless the loss cannot be traced, and those of
-  "gradients", "logits" and "gathered parameters" that exist at the peak.
-  """
-  return StateMemory.of(state, specs, work).step(work)
-
-
 @dataclasses.dataclass(frozen=True)
 class StateMemory:
   """The part of a step's memory that depends on the train state and the mesh only.
@@ -67,7 +58,7 @@ class StateMemory:
 
   @classmethod
   def of(cls, state: Any, specs: Any, work: Workload) -> StateMemory:
-    """Returns the memory of a train state; see `step_memory`."""
+    """Returns the memory of a train state with these PartitionSpecs on the mesh of a step."""
     count = functools.partial(array_bytes, mesh=work.mesh)
     bytes_of_params = jax.tree.leaves(jax.tree.map(count, state.params, specs.params))
     trained = are_trained(state.params, getattr(state, "optimizer_def", None))
@@ -76,7 +67,11 @@ class StateMemory:
     return cls(state_bytes(state, specs, work.mesh), sum(sizes), gradients)
 
   def step(self, work: Workload) -> dict[str, float]:
-    """Returns the bytes of the parts of a step on the same mesh; see `step_memory`."""
+    """Returns the bytes per device of the parts of a training step at its peak, on the same mesh.
+
+    The parts are "params", "optimizer", "activations" unless the loss cannot be traced, and those of
+    "gradients", "logits" and "gathered parameters" that exist at the peak.
+    """
     if self.gradients is None or work.activations is None:
       return {**self.held, "gradients": self.trained}
     moments = _Moments(self.trained, self.gradients, work, work.activations).all()

@@ -21,7 +21,7 @@ from rosetta_t5.networks.other_networks import setting_of
 from rosetta_t5.parallel.mesh import PIPELINE_AXIS, count_batch_shards
 from rosetta_t5.parallel.pipeline import PipelineSchedule, choose_schedule
 from rosetta_t5.parallel.placement import PipelineSettings
-from rosetta_t5.plan.activations import Activations, Layout
+from rosetta_t5.plan.activations import TRACED_EXAMPLES, Activations, Layout
 from rosetta_t5.telemetry.gpus import Gpu
 from rosetta_t5.traced.program import are_trained, read_program, trace_loss, with_config
 from rosetta_t5.training import InferenceState, TrainState
@@ -134,7 +134,7 @@ def workload_of(
     kernel="xla" if is_xla else kernel,
     pipeline=partitioner.pipeline,
     activations=activations,
-    layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh, _TRACED_EXAMPLES),
+    layout=Layout(getattr(partitioner, "logical_axis_rules", ()), mesh),
   )
 
 
@@ -187,11 +187,6 @@ def batch_shapes(lengths: Mapping[str, int], examples: int = 1) -> dict[str, jax
   return {n: jax.ShapeDtypeStruct((examples, length), jnp.int32) for n, length in names.items()}
 
 
-# Each mesh axis of a trace has two devices, and only dimensions that are divisible by two get names: the
-# examples, and the examples of one device, of which groups of experts consist.
-_TRACED_EXAMPLES = 4
-
-
 def traced_activations(
   model: Any, partitioner: Any, state: Any, lengths: Mapping[str, int]
 ) -> Activations | None:
@@ -202,7 +197,7 @@ def traced_activations(
     lengths: see `input_lengths`.
   """
   rules = getattr(partitioner, "logical_axis_rules", ())
-  batch = batch_shapes(lengths, _TRACED_EXAMPLES)
+  batch = batch_shapes(lengths, TRACED_EXAMPLES)
   names = jax.tree.leaves(
     partitioner.get_logical_axes(state).params,
     is_leaf=lambda x: x is None or isinstance(x, jax.sharding.PartitionSpec),
@@ -213,7 +208,7 @@ def traced_activations(
     return None
   axes = [tuple(each or ()) for each in names]
   trained = are_trained(state.params, getattr(state, "optimizer_def", None))
-  return Activations(read_program(traced, trained, axes), _TRACED_EXAMPLES)
+  return Activations(read_program(traced, trained, axes))
 
 
 def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], trained: bool) -> Any:

@@ -15,7 +15,7 @@ import pytest
 from rosetta_t5.config import run_from_command_line
 from rosetta_t5.plan.collectives import step_collectives
 from rosetta_t5.plan.description import Plan
-from rosetta_t5.plan.memory import step_memory
+from rosetta_t5.plan.memory import StateMemory
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL, BASE, XL = (f"gin/examples/{size}_pile_pretrain.gin" for size in ("small", "base", "xl"))
@@ -255,7 +255,7 @@ def planned_step(recipe: str, devices: int, arguments: list[str]) -> tuple[dict[
 
   def describe(resolved):
     plan = Plan(resolved)
-    found.update(step_memory(plan.state, plan.specs, plan.work))
+    found.update(StateMemory.of(plan.state, plan.specs, plan.work).step(plan.work))
     sent.extend(each.wire_bytes(plan.mesh) for each in step_collectives(plan.work))
     return []
 
