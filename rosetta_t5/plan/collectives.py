@@ -42,6 +42,9 @@ class Collective:
       (everything that stages send to each other).
     terms: the number of arrays whose sum is needed. On GPUs, XLA adds them on each device and sends only the
       sum (AllReduceReassociate); on CPUs, it sends each of them.
+    sent: the bytes that each device sends in a step. `estimate_step` sets this and the next two.
+    seconds: how long that takes.
+    leaves_node: whether it uses the network between nodes, and not only NVLink.
   """
 
   kind: str
@@ -49,6 +52,9 @@ class Collective:
   size: float
   why: str
   terms: int = 1
+  sent: float = 0.0
+  seconds: float = 0.0
+  leaves_node: bool = False
 
   def wire_bytes(self, axis_sizes: Mapping[str, int]) -> float:
     """Returns the bytes that one device sends per step in a ring."""

@@ -34,36 +34,19 @@ _CAN_OVERLAP = ("gradients", "parameters")
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
-  """A collective and its cost.
-
-  Attributes:
-    collective: the collective.
-    sent: bytes that each device sends in a step.
-    seconds: how long that takes.
-    leaves_node: whether it uses the network between nodes, and not only NVLink.
-  """
-
-  collective: Collective
-  sent: float
-  seconds: float
-  leaves_node: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Estimate:
   """What a training step needs.
 
   Attributes:
     memory: the bytes on each device, by part.
     compute_seconds: the compute time of a GPU that never waits for others.
-    traffic: what the devices send to each other.
+    traffic: what the devices send to each other, with its cost.
     bubble: the share of the time of its layers in which a stage of a pipeline has no microbatch.
   """
 
   memory: Mapping[str, float]
   compute_seconds: float
-  traffic: list[Traffic]
+  traffic: list[Collective]
   bubble: float = 0.0
 
   @property
@@ -74,7 +57,7 @@ class Estimate:
   @property
   def waiting_seconds(self) -> float:
     """The time of the traffic that does not overlap with computation."""
-    overlapping = sum(t.seconds for t in self.traffic if t.collective.why in _CAN_OVERLAP)
+    overlapping = sum(t.seconds for t in self.traffic if t.why in _CAN_OVERLAP)
     exposed = sum(t.seconds for t in self.traffic) - overlapping
     return exposed + max(overlapping - _BACKWARD_SHARE * self.compute_seconds, 0.0)
 
@@ -99,7 +82,8 @@ def estimate_step(
     if each.why == "activations" and work.remat_policy in KEEP_NOTHING:
       sent *= _RECOMPUTED_TRAFFIC
     seconds, leaves_node = seconds_on_links(sent, each.axes, work.mesh, gpu)
-    traffic.append(Traffic(each, sent, seconds / _LINK_EFFICIENCY, leaves_node))
+    cost = {"sent": sent, "seconds": seconds / _LINK_EFFICIENCY, "leaves_node": leaves_node}
+    traffic.append(dataclasses.replace(each, **cost))
   peak = gpu.tf32 if work.itemsize == 4 else gpu.bfloat16
   seconds = flops / (math.prod(work.mesh.values()) * peak * mfu)
   if work.activations is not None:

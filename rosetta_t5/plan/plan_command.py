@@ -117,8 +117,7 @@ def _traffic_rows(estimate: Estimate) -> Rows:
   seconds: dict[str, float] = collections.defaultdict(float)
   for each in estimate.traffic:
     link = "the network" if each.leaves_node else "NVLink"
-    axes = ", ".join(each.collective.axes)
-    what = f"{each.collective.kind} of {each.collective.why} over {axes}, by {link}"
+    what = f"{each.kind} of {each.why} over {', '.join(each.axes)}, by {link}"
     sent[what] += each.sent
     seconds[what] += each.seconds
   lines = [f"{size_text(sent[what]):>8}  {what}: {format_seconds(seconds[what])}" for what in sent]
