@@ -2,12 +2,11 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import operator
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.serving import api
 from rosetta_t5.serving.engine import RequestError
-from rosetta_t5.serving.programs import BATCH_SIZES
 from rosetta_t5.serving.served_model import Piece, ServedModel
 from rosetta_t5.user_errors import reason_of
 
@@ -125,8 +123,7 @@ class Endpoints:
     read, most = api.Generation, self._limits.texts
     asked = await asyncio.to_thread(read, given, model, is_chat, most)
     if asked.use_beam_search:
-      found = await _in_groups(lambda prompt: model.beams(prompt, asked.n), asked.prompts)
-      best = enumerate(itertools.chain.from_iterable(found))
+      best = enumerate(await model.beams(asked.prompts, asked.n))
       choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
     options = (asked.max_tokens, asked.stop, asked.is_stream)
@@ -143,7 +140,7 @@ class Endpoints:
     model, given = await self._read(request, api.EMBEDDING, "input")
     _check_encoder(model, "makes no embeddings")
     prompts = await asyncio.to_thread(api.encode_all, given["input"], model, "input")
-    vectors = await _in_groups(model.embed, prompts)
+    vectors = await model.embed(prompts)
     kind = given.get("encoding_format", "float")
     shown = enumerate(api.encode_vector(vector, kind) for vector in vectors)
     data = [{"object": "embedding", "index": index, "embedding": x} for index, x in shown]
@@ -158,9 +155,9 @@ class Endpoints:
       raise RequestError(text, "targets")
     prompts = await asyncio.to_thread(api.encode_all, inputs, model, "inputs")
     ends = await asyncio.to_thread(lambda: [*map(model.encode_target, targets)])
-    rows = await _in_groups(model.score, prompts, ends)
+    rows = await model.score(prompts, ends)
     tokens = [[{"text": t.text, "logprob": api.finite(t.logprob)} for t in row] for row in rows]
-    scores = [sum(token["logprob"] for token in row) for row in tokens]
+    scores = [sum(api.finite(t.logprob) for t in row) for row in rows]
     return _listed(model, prompts, sum(map(len, rows)), scores=scores, tokens=tokens)
 
   async def attend(self, request: Request) -> Response:
@@ -185,20 +182,6 @@ class Endpoints:
 def _check_encoder(model: ServedModel, consequence: str) -> None:
   if not model.has_encoder:
     raise RequestError(f"model {model.name} has no encoder, so it {consequence}", "model")
-
-
-async def _in_groups(call: Callable[..., Any], *columns: Any) -> list[Any]:
-  """Returns the results of calls, of which as many are made at a time as one batch has."""
-  rows, found = [*zip(*columns, strict=True)], list[Any]()
-  for start in range(0, len(rows), BATCH_SIZES[-1]):
-    group = rows[start : start + BATCH_SIZES[-1]]
-    tasks = [asyncio.create_task(call(*row)) for row in group]
-    try:
-      found += await asyncio.gather(*tasks)
-    finally:  # After an error, nobody waits for the others.
-      for task in tasks:
-        task.cancel()
-  return found
 
 
 def _listed(model: ServedModel, prompts: Any, num_tokens: int, **content: Any) -> Response:

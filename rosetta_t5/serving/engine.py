@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 
 from rosetta_t5.decoding.slots import StepOutput
 from rosetta_t5.serving.programs import BATCH_SIZES, Programs, Request
@@ -64,58 +62,62 @@ class Engine:
       max_waiting: how many sequences, and how many calls, may wait.
     """
     self._programs, self._max_waiting = programs, max_waiting
-    self._waiting, self._calls = collections.deque[Request](), collections.deque[Request]()
+    self._waiting, self._calls = list[Request](), list[Request]()
     self._running: dict[int, Request] = {}
     # The inputs whose arrays each slot still has.
     self._contents: list[tuple[int, ...] | None] = [None] * programs.num_slots
     # The slot that was freed first is first.
     self._free = collections.deque(range(programs.num_slots))
-    # The requests of the newest step, and its output.
-    self._newest: tuple[dict[int, Request], StepOutput | None] = {}, None
     self._counts = dict.fromkeys(_COUNTS, 0)
-    self._changed, self._is_stopping = asyncio.Event(), False
+    self._changed = asyncio.Event()
     # The event loop's own threads may all be busy with long texts.
     self._thread = ThreadPoolExecutor(1)
     self.error: BaseException | None = None
     self._loop = asyncio.create_task(self._run())
 
-  def submit(self, request: Request) -> None:
-    """Appends a request to a queue.
+  def submit(self, requests: Sequence[Request]) -> None:
+    """Appends requests to a queue: all of them are sequences, or all are calls.
 
     Raises:
-      RequestError: too many requests are waiting, or the engine is ending, or has failed.
+      RequestError: too many requests would wait, or the engine has ended or failed.
     """
-    queue = self._calls if request.call else self._waiting
-    if self._is_stopping:
+    queue = self._calls if requests[0].call else self._waiting
+    if self._loop.done():
       text = f"the model has failed: {self.error}" if self.error else STOPPING
       raise RequestError(text, status=503)
-    if len(queue) >= self._max_waiting:
+    if len(queue) + len(requests) > self._max_waiting:
       self._counts["requests_refused"] += 1
       retry_after_s = 1 + len(queue) // self._programs.num_slots
       text = f"{len(queue)} requests are waiting already: try again in {retry_after_s} s"
       raise RequestError(text, status=429, retry_after_s=retry_after_s)
-    queue.append(request)
+    queue.extend(requests)
     self._changed.set()
 
-  def cancel(self, request: Request, is_complete: bool = False) -> None:
-    """Ends a request, whether it waits, runs or has ended; it counts as cancelled if it is not complete."""
-    self._counts["requests_cancelled"] += not is_complete
-    request.is_cancelled = True
-    with contextlib.suppress(ValueError):
-      (self._calls if request.call else self._waiting).remove(request)
+  def cancel(self, requests: Iterable[Request]) -> None:
+    """Ends requests, whether they wait or run, that are not done."""
+    for request in requests:
+      self._counts["requests_cancelled"] += not request.is_done
+      request.is_done = True
 
-  async def call(self, name: str, inputs: Iterable[int], target: Iterable[int] = ()) -> Any:
-    """Returns the result of `Programs.call`, made between two steps with other calls of this name; see `submit`."""
-    request = Request(tuple(inputs), call=name, target=tuple(target))
-    self.submit(request)
-    try:
-      result = await request.results.get()
-    except asyncio.CancelledError:
-      self.cancel(request)
-      raise
-    if isinstance(result, BaseException):
-      raise result
-    return result
+  async def call(self, name: str, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Any]:
+    """Returns the result of `Programs.call` for each pair of inputs and target; see `submit`.
+
+    A batch of them is computed between two steps, filled up with other calls of this name.
+    """
+    found: list[Any] = []
+    for start in range(0, len(rows), BATCH_SIZES[-1]):
+      batch = rows[start : start + BATCH_SIZES[-1]]
+      requests = [Request(tuple(inputs), call=name, target=target) for inputs, target in batch]
+      self.submit(requests)
+      try:
+        for request in requests:
+          result = await request.results.get()
+          if isinstance(result, BaseException):
+            raise result
+          found.append(result)
+      finally:  # If the client has left, or after an error, nobody waits for the others.
+        self.cancel(requests)
+    return found
 
   def statistics(self) -> dict[str, float]:
     """Returns numbers about the requests; names that end in _total only grow."""
@@ -128,27 +130,26 @@ class Engine:
 
   async def stop(self) -> None:
     """Ends all requests with an error; the thread completes its step or call before it ends."""
-    self._is_stopping = True
     self._loop.cancel()
     await asyncio.wait([self._loop])
     self._thread.shutdown(wait=False)
 
   async def _run(self) -> None:
+    # The newest step: its requests by slot, and its output.
+    owners, output = dict[int, Request](), None
     try:
       while True:
-        owners, output = self._newest
         if not (self._waiting or self._calls or self._running or owners):
           self._changed.clear()
           await self._changed.wait()
         await self._run_calls()
-        for slot, request in [*self._running.items()]:
-          if request.is_cancelled:
-            self._release(slot)
+        for slot in [slot for slot, request in self._running.items() if request.is_done]:
+          del self._running[slot]
+          self._free.append(slot)
         work, running = self._admit(), dict(self._running)
         new, result = await self._in_thread(self._advance, work, running, output)
-        self._newest = running, new
-        if owners:
-          self._deliver(owners, result)
+        self._deliver(owners, result)
+        owners, output = running, new
     except BaseException as error:
       self._fail(error)
 
@@ -156,7 +157,6 @@ class Engine:
     return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *arguments)
 
   def _fail(self, error: BaseException) -> None:
-    self._is_stopping = True
     if isinstance(error, asyncio.CancelledError):
       error = RequestError(STOPPING, status=503)
     else:
@@ -167,31 +167,26 @@ class Engine:
 
   async def _run_calls(self) -> None:
     """Makes the first call that waits, with others of its name."""
+    self._calls = [request for request in self._calls if not request.is_done]
     if not self._calls:
       return
     name = self._calls[0].call
     requests = [request for request in self._calls if request.call == name][: BATCH_SIZES[-1]]
-    for request in requests:
-      self._calls.remove(request)
-    results: list[Any] = [RequestError(STOPPING, status=503)] * len(requests)
     try:
       results = await self._in_thread(self._programs.call, name, requests)
     except Exception as error:  # It fails these calls, and not the model.
       results = [error] * len(requests)
-    finally:
-      for request, result in zip(requests, results, strict=True):
-        request.results.put_nowait(result)
-
-  def _release(self, slot: int) -> None:
-    del self._running[slot]
-    self._free.append(slot)
+    for request, result in zip(requests, results, strict=True):
+      request.results.put_nowait(result)
+      request.is_done = True
 
   def _admit(self) -> list[Callable[[], None]]:
     """Gives free slots to at most a batch of waiting requests, and returns what puts them there."""
     computed: dict[int, Request] = {}  # Those whose inputs are computed together.
     copied: list[Callable[[], None]] = []  # After these, also from their slots.
+    self._waiting = [request for request in self._waiting if not request.is_done]
     for _ in range(min(len(self._waiting), len(self._free), BATCH_SIZES[-1])):
-      request = self._waiting.popleft()
+      request = self._waiting.pop(0)
       is_known = self._programs.keeps_inputs and request.inputs in self._contents
       source = self._contents.index(request.inputs) if is_known else None
       slot = source if source in self._free else self._free[0]
@@ -215,13 +210,10 @@ class Engine:
     self._counts["steps"] += bool(running)
     return new, jax.device_get(output)
 
-  def _deliver(self, owners: Mapping[int, Request], result: StepOutput) -> None:
-    """Sends the tokens of a step to their requests, and frees the slots of those that have ended."""
-    for slot in np.flatnonzero(result.is_new).tolist():
-      request = owners.get(slot)
-      if request is None or self._running.get(slot) is not request:
-        continue
-      request.results.put_nowait((request.index, StepOutput(*(x[slot] for x in result))))
-      self._counts["tokens_generated"] += 1
-      if result.has_ended[slot]:
-        self._release(slot)
+  def _deliver(self, owners: Mapping[int, Request], result: Any) -> None:
+    """Sends the tokens of a step to their requests, some of which are then done."""
+    for slot, request in owners.items():
+      if result.is_new[slot] and not request.is_done:
+        request.results.put_nowait((request.index, StepOutput(*(x[slot] for x in result))))
+        request.is_done = bool(result.has_ended[slot])
+        self._counts["tokens_generated"] += 1

@@ -46,7 +46,7 @@ class Request:
     results: receives `index` and the output of each step, or the result of the call, or the exception that
       ended the request.
     index: that of the request among those that share `results`.
-    is_cancelled: when True, the request ends before the next step.
+    is_done: when True, nothing more is computed for it.
   """
 
   inputs: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class Request:
   target: Sequence[int] = ()
   results: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
   index: int = 0
-  is_cancelled: bool = False
+  is_done: bool = False
 
 
 _FILLER = Request()  # fills up a batch

@@ -24,6 +24,8 @@ from rosetta_t5.serving.engine import Engine, RequestError
 from rosetta_t5.serving.programs import CALLS, Programs, Request
 from rosetta_t5.trained_model import OpenedModel
 
+Prompts = Sequence[Sequence[int]]  # The tokens of each.
+
 
 class Token(NamedTuple):
   """A token with its text and log probability, and the most probable ones."""
@@ -182,13 +184,12 @@ class ServedModel:
     results: asyncio.Queue[Any] = asyncio.Queue()
     streams = [StreamedText(self._vocabulary, stop) for _ in texts]
     new: list[list[Token]] = [[] for _ in texts]
-    running: dict[int, Request] = {}
+    running = {
+      index: Request(self._inputs(tokens), max_tokens, controls, results=results, index=index)
+      for index, (tokens, controls) in enumerate(texts)
+    }
+    self.engine.submit([*running.values()])
     try:
-      for index, (tokens, controls) in enumerate(texts):
-        sequence = (self._inputs(tokens), max_tokens, controls)
-        request = Request(*sequence, results=results, index=index)
-        self.engine.submit(request)
-        running[index] = request
       while running:
         if isinstance(found := await results.get(), BaseException):
           raise found
@@ -203,13 +204,12 @@ class ServedModel:
           text, has_stopped = streams[index].advance(is_last)
           if is_last or has_stopped:
             reason = "stop" if is_end or has_stopped else "length"
-            self.engine.cancel(running.pop(index), is_complete=True)
+            running.pop(index).is_done = True
         if is_stream or reason:
           yield index, Piece(text if is_stream else streams[index].sent, (*new[index],), reason)
           new[index].clear()
     finally:
-      for request in running.values():
-        self.engine.cancel(request)
+      self.engine.cancel(running.values())
 
   def _token(self, output: StepOutput, controls: SlotControls) -> Token:
     token = int(output.token)
@@ -226,24 +226,29 @@ class ServedModel:
       return str(tokenizer.id_to_piece(token)).replace("▁", " ")
     return str(self._vocabulary.decode([token]))
 
-  async def beams(self, tokens: Sequence[int], count: int) -> list[tuple[Piece, float]]:
-    """Returns the best texts of a beam search with their scores, the best first, at most NUM_BEAMS."""
-    decodes_NT, scores_N = await self.engine.call("beams", self._inputs(tokens))
-    texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
-    pieces = []
-    for text, decode in zip(texts, decodes_NT.tolist(), strict=True):
-      found = tuple(Token(token, "", 0.0) for token in decode if token != self._model.pad_id)
-      has_ended = len(found) < self.output_length or found[-1].id in self._ends
-      pieces.append(Piece(text, found, "stop" if has_ended else "length"))
-    return list(zip(pieces, map(float, scores_N), strict=True))[::-1][:count]
+  async def beams(self, prompts: Prompts, count: int) -> list[tuple[Piece, float]]:
+    """Returns each prompt's best texts of beam search with their scores, the best first, at most NUM_BEAMS."""
+    best: list[tuple[Piece, float]] = []
+    rows = [(self._inputs(tokens), ()) for tokens in prompts]
+    for decodes_NT, scores_N in await self.engine.call("beams", rows):
+      texts = [x.decode(errors="replace") for x in decode_tokens(self._vocabulary, decodes_NT)]
+      pieces = []
+      for text, decode in zip(texts, decodes_NT.tolist(), strict=True):
+        found = tuple(Token(token, "", 0.0) for token in decode if token != self._model.pad_id)
+        has_ended = len(found) < self.output_length or found[-1].id in self._ends
+        pieces.append(Piece(text, found, "stop" if has_ended else "length"))
+      best += list(zip(pieces, map(float, scores_N), strict=True))[::-1][:count]
+    return best
 
-  async def score(self, tokens: Sequence[int], target: Sequence[int]) -> list[Token]:
-    """Returns the tokens of a target with their log probabilities, given the tokens of the inputs."""
-    inputs = self._inputs(tokens)
-    scores_T = await self.engine.call("score", inputs, target)
-    found = scores_T[0 if self.has_encoder else len(inputs) - 1 :][: len(target)]
-    pairs = zip(target, found, strict=True)
-    return [Token(token, self._text_of(token), float(score)) for token, score in pairs]
+  async def score(self, prompts: Prompts, targets: Prompts) -> list[list[Token]]:
+    """Returns the tokens of targets with their log probabilities, given the tokens of the inputs."""
+    rows = [(self._inputs(tokens), target) for tokens, target in zip(prompts, targets, strict=True)]
+    scored: list[list[Token]] = []
+    for (inputs, target), scores_T in zip(rows, await self.engine.call("score", rows), strict=True):
+      found = scores_T[0 if self.has_encoder else len(inputs) - 1 :][: len(target)]
+      pairs = zip(target, found.tolist(), strict=True)
+      scored.append([Token(token, self._text_of(token), score) for token, score in pairs])
+    return scored
 
   async def attention(
     self, tokens: Sequence[int], target: Sequence[int]
@@ -258,14 +263,14 @@ class ServedModel:
       The weights of each layer, [L, T, S], the means over its heads; and the texts of the target's
       tokens and of the inputs'.
     """
-    weights_LTS = await self.engine.call("attention", tokens, target)
+    (weights_LTS,) = await self.engine.call("attention", [(tokens, target)])
     texts = [[self._text_of(token) for token in row] for row in (target, tokens)]
     return weights_LTS[:, : len(target), : len(tokens)], texts[0], texts[1]
 
-  async def embed(self, tokens: Sequence[int]) -> list[float]:
-    """Returns the mean of the encoder's outputs for the tokens of a prompt."""
-    vector: list[float] = (await self.engine.call("embed", tokens)).tolist()
-    return vector
+  async def embed(self, prompts: Prompts) -> list[list[float]]:
+    """Returns the mean of the encoder's outputs for the tokens of each prompt."""
+    vectors = await self.engine.call("embed", [(tokens, ()) for tokens in prompts])
+    return [vector.tolist() for vector in vectors]
 
 
 def _with_beam_search(model: Any, controls: decoding.Controls) -> Any:

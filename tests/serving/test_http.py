@@ -69,26 +69,23 @@ class LetterModel:
     finally:
       self.open -= 1
 
-  async def beams(self, tokens, count):
-    text = "".join(map(chr, tokens))
-    texts = [text + "!" * n for n in range(count)]
+  async def beams(self, prompts, count):
+    texts = ["".join(map(chr, tokens)) + "!" * n for tokens in prompts for n in range(count)]
     return [(Piece(x, (*map(_token, x),), "stop"), -float(n)) for n, x in enumerate(texts)]
 
-  async def score(self, tokens, target):
-    return [_token(chr(token)) for token in target]
+  async def score(self, prompts, targets):
+    return [[_token(chr(token)) for token in target] for target in targets]
 
   async def attention(self, tokens, target):
     weights = np.full((2, len(target), len(tokens)), 1 / len(tokens))
     weights[1] = np.eye(len(tokens))[0]
     return weights, [*map(chr, target)], [*map(chr, tokens)]
 
-  async def embed(self, tokens):
-    if ord("F") in tokens:
-      raise RuntimeError("the device is lost")
+  async def embed(self, prompts):
     self.open += 1
     try:
-      await asyncio.sleep(60 * (ord("W") in tokens))
-      return [len(tokens), 0.5]
+      await asyncio.sleep(60 * ([ord("W")] in prompts))
+      return [[len(tokens), 0.5] for tokens in prompts]
     finally:
       self.open -= 1
 
@@ -440,14 +437,6 @@ def test_a_model_that_fails_is_reported_by_the_answer_and_by_health(client, mode
     "letters has failed: RuntimeError: the device is lost"
     in error_of(client.get("/health"), 503)["message"]
   )
-
-
-def test_a_vector_that_fails_ends_the_others_of_its_request(client, model):
-  error_of(client.post("/v1/embeddings", json={"input": ["W", "F", "W"]}), 500)
-  deadline = time.monotonic() + 5
-  while model.open and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert model.open == 0
 
 
 def test_an_error_in_a_stream_is_its_last_event(ai):

@@ -290,10 +290,10 @@ def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
   given, opened = prompts(6, seed=8), open_model("T5")
 
   async def ask(model: ServedModel) -> tuple[Any, ...]:
-    beams = await asyncio.gather(*(model.beams(tokens, 2) for tokens in given))
     target = model.encode_target("a word")
-    scores = await asyncio.gather(*(model.score(tokens, target) for tokens in given))
-    return beams, scores, await asyncio.gather(*map(model.embed, given))
+    return await asyncio.gather(
+      model.beams(given, 2), model.score(given, [target] * len(given)), model.embed(given)
+    )
 
   beams, scores, vectors = serve(ask)
   inputs = np.stack([np.pad(x, (0, 8 - len(x))) for x in given]).astype(np.int32)
@@ -316,8 +316,8 @@ def test_beams_scores_and_vectors_are_the_models(serve: Any) -> None:
   searching = EncoderDecoderModel(opened.model.module, VOCABULARY, VOCABULARY, None)
   options = {"num_decodes": 4, "return_all_decodes": True}
   _, aux = searching.predict_batch_with_aux(params, batch, **options)
-  got = [[score for _, score in row] for row in beams]
-  np.testing.assert_allclose(got, np.asarray(aux["scores"])[:, ::-1][:, :2], rtol=1e-4)
+  want = np.asarray(aux["scores"])[:, ::-1][:, :2].ravel()
+  np.testing.assert_allclose([score for _, score in beams], want, rtol=1e-4)
 
 
 def test_prompts_that_do_not_fit_are_refused(serve: Any) -> None:
@@ -344,10 +344,29 @@ def test_padding_is_refused_in_the_prompts_of_a_decoder() -> None:
     model.encode([3, 0, 4])
 
 
+def test_a_call_that_fails_does_not_end_the_model(
+  serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def fail(name: str, requests: Sequence[Any]) -> list[Any]:
+    raise RuntimeError(f"{len(requests)} {name}")
+
+  async def ask(model: ServedModel) -> None:
+    monkeypatch.setattr(model._programs, "call", fail)
+    before = model.engine.statistics()["requests_cancelled_total"]
+    results = await asyncio.gather(
+      *(model.embed([[5]] * count) for count in (3, 2)), return_exceptions=True
+    )
+    assert [*map(str, results)] == ["4 embed"] * 2
+    assert model.engine.statistics()["requests_cancelled_total"] == before + 1
+    assert await generate(model, [5], 3)
+
+  serve(ask)
+
+
 @pytest.mark.slow
 def test_calls_end_when_the_server_stops(serve: Any) -> None:
   async def stop(model: ServedModel) -> list[Any]:
-    calls = [asyncio.create_task(model.embed([5, n + 3])) for n in range(6)]
+    calls = [asyncio.create_task(model.embed([[5, n + 3]])) for n in range(6)]
     for _ in range(3):  # Then a batch of 4 runs, and the others wait.
       await asyncio.sleep(0)
     await model.engine.stop()
