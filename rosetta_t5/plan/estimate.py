@@ -82,8 +82,9 @@ def estimate_step(
     if each.why == "activations" and work.remat_policy in KEEP_NOTHING:
       sent *= _RECOMPUTED_TRAFFIC
     seconds, leaves_node = seconds_on_links(sent, each.axes, work.mesh, gpu)
-    cost = {"sent": sent, "seconds": seconds / _LINK_EFFICIENCY, "leaves_node": leaves_node}
-    traffic.append(dataclasses.replace(each, **cost))
+    seconds /= _LINK_EFFICIENCY
+    timed = dataclasses.replace(each, sent=sent, seconds=seconds, leaves_node=leaves_node)
+    traffic.append(timed)
   peak = gpu.tf32 if work.itemsize == 4 else gpu.bfloat16
   seconds = flops / (math.prod(work.mesh.values()) * peak * mfu)
   if work.activations is not None:
