@@ -135,7 +135,7 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
   Raises:
     ValueError: the records need a template, or a row cannot be used.
   """
-  from rosetta_t5.data.reading import BadExample, make_converter
+  from rosetta_t5.data.reading import make_converter
 
   path, template, targets = options.input, options.template, options.targets
   file_format = _format_of(path)
@@ -149,8 +149,9 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     if isinstance(content, str) and not content.strip():
       yield Row(content, None)
       continue
-    record = {"text": content} if isinstance(content, str) else content
-    example = record.reason if isinstance(record, BadExample) else convert(record)
+    is_text = isinstance(content, str) and file_format == "text"
+    record = {"text": content} if is_text else content
+    example = record if isinstance(record, str) else convert(record)
     if isinstance(example, str):
       name = "the input" if path == "-" else path
       raise ValueError(f"Line {number} of {name} cannot be used: {example}")
@@ -180,8 +181,8 @@ def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _numbered_records(path: str, file_format: str) -> Iterator[tuple[int, Any]]:
-  """Yields the number of each line or row, and a text, a record or a `BadExample`."""
-  from rosetta_t5.data.reading import BadExample, ReadOptions, read_records
+  """Yields the number of each line or row, and a text, or else a record or the reason why there is none."""
+  from rosetta_t5.data.reading import ReadOptions, read_records
   from rosetta_t5.data.reading.files import open_bytes
   from rosetta_t5.data.reading.records import parse_json_line
 
@@ -195,7 +196,6 @@ def _numbered_records(path: str, file_format: str) -> Iterator[tuple[int, Any]]:
       content: Any = line.rstrip("\r\n")
       if file_format == "jsonl" and content.strip():
         content = parse_json_line(line)
-        content = BadExample(path, number, content) if isinstance(content, str) else content
       yield number, content
 
 

@@ -10,4 +10,4 @@ from rosetta_t5.data.reading.examples import (
   make_converter,
 )
 from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions, find_files
-from rosetta_t5.data.reading.records import BadExample, read_records
+from rosetta_t5.data.reading.records import read_records

@@ -19,7 +19,7 @@ from absl import logging
 
 from rosetta_t5.argument_types import check_one_of, near_hint
 from rosetta_t5.data.reading.files import DEFAULT_OPTIONS, ReadOptions
-from rosetta_t5.data.reading.records import BadExample, Located, read_records
+from rosetta_t5.data.reading.records import Located, read_records
 
 RECORDS_PER_BLOCK = 256
 POLICIES = ("skip", "refuse")
@@ -31,6 +31,24 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 Fields = Mapping[str, str]
 # Converts a record to an example's texts, or returns the reason why that is impossible.
 Convert = Callable[[Mapping[str, Any]], "Fields | str"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BadExample:
+  """A record that cannot be used.
+
+  Attributes:
+    file: the file that contains it.
+    line: its line, or its row in files without lines; the first is 1.
+    reason: a short phrase.
+  """
+
+  file: str
+  line: int
+  reason: str
+
+  def __str__(self) -> str:
+    return f"{self.file}, line {self.line}: {self.reason}"
 
 
 class BadExamples:
@@ -138,7 +156,7 @@ class BlockReader:
 
   def _example(self, path: str, line: int, record: Any) -> Fields | BadExample:
     """Returns the texts of a record."""
-    fields = record if isinstance(record, BadExample) else self.convert(record)
+    fields = record if isinstance(record, str) else self.convert(record)
     return BadExample(path, line, fields) if isinstance(fields, str) else fields
 
   def examples(self, path: str) -> Iterator[Fields]:

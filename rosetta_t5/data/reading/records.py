@@ -1,7 +1,6 @@
-"""Reads the records of files. Each is a dictionary of columns, or a `BadExample` with a reason."""
+"""Reads the records of files. Each is a dictionary of columns, or the reason why there is none."""
 
 import csv
-import dataclasses
 import io
 import itertools
 import json
@@ -18,30 +17,8 @@ _OPEN = r'(?:(?<=[\t\n])|\A)"[^"]*+(?:""[^"]*+)*+'
 _QUOTED = re.compile(_OPEN + r'"(?=[\t\n]|\r\n|\Z)')
 _UNFINISHED = re.compile(_OPEN + r"\Z")
 _WINDOW = 2000  # lines after the first quote that show how a tsv file is quoted
-
-
-@dataclasses.dataclass(frozen=True)
-class BadExample:
-  """A record that cannot be used.
-
-  Attributes:
-    file: the file that contains it.
-    line: its line, or its row in files without lines; the first is 1.
-    reason: a short phrase.
-  """
-
-  file: str
-  line: int
-  reason: str
-
-  def __str__(self) -> str:
-    return f"{self.file}, line {self.line}: {self.reason}"
-
-
-# The number of a line (or row), and the record that begins there.
-Located = tuple[int, Record | BadExample]
-# A line (or row), and the record that begins there or the reason why it cannot be used.
-_Unit = tuple[int, Record | str]
+# The number of a line (or row), and the record that begins there or the reason why it cannot be used.
+Located = tuple[int, Record | str]
 
 
 class UnclearTableError(ValueError):
@@ -49,10 +26,10 @@ class UnclearTableError(ValueError):
 
 
 def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
-  """Yields the records of a file in order, with a `BadExample` in place of each that cannot be used.
+  """Yields the records of a file in order, with a reason in place of each that cannot be used.
 
   Records of text files have the single column "text". A truncated or damaged file yields the records
-  before the damage and then one bad example. Invalid UTF-8 is read as surrogates, which
+  before the damage and then one reason. Invalid UTF-8 is read as surrogates, which
   `make_converter` refuses.
 
   Raises:
@@ -61,8 +38,8 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
   read = _READERS[options.format_of(path)]
   line = 0
   try:
-    for line, unit in read(path, options):
-      yield line, BadExample(path, line, unit) if isinstance(unit, str) else unit
+    for line, record in read(path, options):
+      yield line, record
   except (UnclearTableError, MemoryError):
     raise
   except Exception as error:  # of Python's readers or pyarrow
@@ -71,14 +48,14 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
     else:
       text = [*str(error).strip().splitlines(), type(error).__name__][0]
       reason = f"the file is damaged here: {text[:200]}"
-    yield line + 1, BadExample(path, line + 1, reason)
+    yield line + 1, reason
 
 
 def _open_text(path: str, newline: str = "\n") -> io.TextIOWrapper:
   return io.TextIOWrapper(open_bytes(path), "utf-8-sig", errors="surrogateescape", newline=newline)
 
 
-def _text_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+def _text_records(path: str, options: ReadOptions) -> Iterator[Located]:
   with _open_text(path) as file:
     if options.text_unit == "file":
       units: Iterable[tuple[int, str]] = [(1, file.read())]
@@ -98,7 +75,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
     yield start, first + "".join(line for _, line in rest)
 
 
-def _json_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+def _json_records(path: str, options: ReadOptions) -> Iterator[Located]:
   """Yields the objects that the lines of a file contain, or the elements of the one array that it is."""
   with _open_text(path) as file:
     is_array = file.read(64).lstrip().startswith("[")
@@ -126,7 +103,7 @@ def _object(value: Any) -> Record | str:
   return value if is_object else f"a JSON {type(value).__name__}, not an object with columns"
 
 
-def _table_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+def _table_records(path: str, options: ReadOptions) -> Iterator[Located]:
   """Yields the rows of a csv or tsv file, with the line at which each begins."""
   csv.field_size_limit(64 << 20)  # characters; the default is too small for a document
   columns = list(options.columns or ())
@@ -203,14 +180,14 @@ def _has_width(lines: Iterable[str], width: int) -> bool:
   return all(line.count("\t") == width - 1 for line in lines if line.strip("\r"))
 
 
-def _parquet_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+def _parquet_records(path: str, options: ReadOptions) -> Iterator[Located]:
   from pyarrow import parquet
 
   with parquet.ParquetFile(path) as file:
     yield from _batch_rows(file.iter_batches(batch_size=64))
 
 
-def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
+def _arrow_records(path: str, options: ReadOptions) -> Iterator[Located]:
   """Reads Arrow's stream format, in which Hugging Face stores datasets, or its file format."""
   import pyarrow
 
@@ -222,14 +199,14 @@ def _arrow_records(path: str, options: ReadOptions) -> Iterator[_Unit]:
     yield from _batch_rows(batches)
 
 
-def _batch_rows(batches: Iterable[Any]) -> Iterator[_Unit]:
+def _batch_rows(batches: Iterable[Any]) -> Iterator[Located]:
   numbers = itertools.count(1)
   for batch in batches:
     batch.validate(full=True)  # Without this, a damaged offset would end the process.
     yield from ((next(numbers), record) for record in batch.to_pylist())
 
 
-_READERS: Mapping[str, Callable[[str, ReadOptions], Iterator[_Unit]]] = {
+_READERS: Mapping[str, Callable[[str, ReadOptions], Iterator[Located]]] = {
   "text": _text_records,
   "jsonl": _json_records,
   "csv": _table_records,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rosetta_t5.data import task_metrics
-from rosetta_t5.data.reading import BadExample, ReadOptions, make_converter, read_records
+from rosetta_t5.data.reading import ReadOptions, make_converter, read_records
 from rosetta_t5.data.reading.examples import Convert
 from rosetta_t5.data.tasks import text_formats
 from rosetta_t5.data.tensorflow_import import tf
@@ -130,7 +130,7 @@ def read_squad(path: str, options: ReadOptions) -> Iterator[tuple[int, Any]]:
     with open(path, encoding="utf-8") as file:
       articles = json.load(file)["data"]
   except (ValueError, KeyError, TypeError) as error:
-    yield 1, BadExample(path, 1, f"not SQuAD's JSON with the key 'data': {error!r}"[:200])
+    yield 1, f"not SQuAD's JSON with the key 'data': {error!r}"[:200]
     return
   paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
   questions = [(question, text["context"]) for text in paragraphs for question in text["qas"]]
