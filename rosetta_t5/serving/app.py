@@ -124,7 +124,7 @@ class Application:
     work = asyncio.create_task(app(scope, messages.get, observed_send))
     tasks = [work, asyncio.create_task(forward_until_gone())]
     try:
-      # Texts end in time by themselves. This is for clients that send or read slowly.
+      # Streams end by themselves before, with an event that says so.
       timeout_s = self._limits.timeout_s + 1
       done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
       if work in done:

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from rosetta_t5.argument_types import near_hint
 from rosetta_t5.serving import api
 from rosetta_t5.serving.engine import RequestError
-from rosetta_t5.serving.served_model import Piece, ServedModel
+from rosetta_t5.serving.served_model import ServedModel
 from rosetta_t5.user_errors import reason_of
 
 _log = logging.getLogger(__name__)
@@ -120,17 +120,16 @@ class Endpoints:
     deadline = asyncio.get_running_loop().time() + self._limits.timeout_s
     schema = (api.CHAT, "messages") if is_chat else (api.COMPLETION, "prompt")
     model, given = await self._read(request, *schema)
-    read, most = api.Generation, self._limits.texts
-    asked = await asyncio.to_thread(read, given, model, is_chat, most)
+    asked = await asyncio.to_thread(api.Generation, given, model, is_chat, self._limits.texts)
     if asked.use_beam_search:
       best = enumerate(await model.beams(asked.prompts, asked.n))
       choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
     options = (asked.max_tokens, asked.stop, asked.is_stream)
-    pieces = _until(deadline, model.generate(asked.texts(), *options))
+    pieces = model.generate(asked.texts(), *options)
     if asked.is_stream:
-      first = await anext(pieces)
-      return StreamingResponse(_events(first, pieces, asked), media_type="text/event-stream")
+      events = _events(asked, deadline, await anext(pieces), pieces)
+      return StreamingResponse(events, media_type="text/event-stream")
     choices = [asked.choice(*each) async for each in pieces]
     choices.sort(key=operator.itemgetter("index"))
     return JSONResponse(asked.answer(choices, usage=asked.usage()))
@@ -189,26 +188,17 @@ def _listed(model: ServedModel, prompts: Any, num_tokens: int, **content: Any) -
   return JSONResponse({**head, **content})
 
 
-async def _until(deadline: float, pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-  """Yields what a generator does, and raises TimeoutError at a time of the event loop."""
-  async with contextlib.aclosing(pieces):
-    while True:
-      async with asyncio.timeout_at(deadline):
-        if (found := await anext(pieces, None)) is None:
-          return
-      yield found
-
-
 async def _events(
-  first: tuple[int, Piece], rest: AsyncGenerator[tuple[int, Piece], None], asked: api.Generation
+  asked: api.Generation, deadline: float, piece: Any, rest: AsyncGenerator[Any, None]
 ) -> AsyncGenerator[bytes, None]:
-  """Yields the events of a stream. An error after its beginning is one of them."""
+  """Yields the events of a stream. An error after its beginning is one of them, also if it takes too long."""
   usage = {"usage": None} if asked.has_usage else {}
   try:
     async with contextlib.aclosing(rest):
-      yield _event(JSONResponse(asked.answer([asked.choice(*first)], **usage)))
-      async for each in rest:
-        yield _event(JSONResponse(asked.answer([asked.choice(*each)], **usage)))
+      while piece:
+        yield _event(JSONResponse(asked.answer([asked.choice(*piece)], **usage)))
+        async with asyncio.timeout_at(deadline):
+          piece = await anext(rest, None)
     if asked.has_usage:
       yield _event(JSONResponse(asked.answer([], usage=asked.usage())))
   except Exception as error:
