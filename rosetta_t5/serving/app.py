@@ -27,17 +27,15 @@ from rosetta_t5.serving.engine import STOPPING, RequestError
 from rosetta_t5.serving.served_model import ServedModel
 from rosetta_t5.user_errors import reason_of
 
-_PAGE = pathlib.Path(__file__).parent / "page"
-_PAGES = {f"/{file.name}": file for file in _PAGE.iterdir()} | {"/": _PAGE / "index.html"}
-_POLICY = (
-  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-  "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 _HEADERS = {
-  "content-security-policy": _POLICY,
+  "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+  "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
   "x-content-type-options": "nosniff",
   "cache-control": "no-store",
 }
+_FILES = (pathlib.Path(__file__).parent / "page").iterdir()
+_PAGES = {f"/{file.name}": FileResponse(file, headers=_HEADERS) for file in _FILES}
+_PAGES["/"] = _PAGES["/index.html"]
 
 
 class Application:
@@ -78,7 +76,7 @@ class Application:
       "/score": endpoints.score,
     }
     routes = [
-      *(Route(path, functools.partial(_send, file)) for path, file in _PAGES.items()),
+      *(Route(path, response, methods=["GET"]) for path, response in _PAGES.items()),
       *(Route(path, answer, methods=["POST"]) for path, answer in answers.items()),
       Route("/v1/models", endpoints.list_models),
       Route("/v1/models/{name}", endpoints.show_model),
@@ -191,10 +189,6 @@ class _Metrics:
     return found.values()
 
 
-async def _send(file: pathlib.Path, request: Request) -> Response:
-  return FileResponse(file, headers=_HEADERS)
-
-
 def serve(app: Application, bound: socket.socket) -> None:
   """Compiles the models, then listens at a socket until SIGTERM or Ctrl-C, and until all answers are complete.
 
@@ -203,19 +197,15 @@ def serve(app: Application, bound: socket.socket) -> None:
   for name, model in app.models.items():
     print(f"compiling the programs of {name} …", file=sys.stderr, flush=True)
     model.compile()
+  host, port, *_ = bound.getsockname()
+  place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+  bound.listen()
+  print(f"serving {', '.join(app.models)} at http://{place}", flush=True)
   options: Any = {"log_level": "warning", "timeout_graceful_shutdown": 1, "server_header": False}
   _Server(uvicorn.Config(app, **options)).run([bound])
 
 
 class _Server(uvicorn.Server):
-  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-    await super().startup(sockets)
-    if self.started:
-      app: Any = self.config.app
-      host, port, *_ = self.servers[0].sockets[0].getsockname()
-      place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-      print(f"serving {', '.join(app.models)} at http://{place}", flush=True)
-
   async def on_tick(self, counter: int) -> bool:
     app: Any = self.config.app
     return await super().on_tick(counter) or (app.is_stopping and not app.running)
