@@ -564,6 +564,17 @@ def test_a_server_with_known_names_refuses_others(model):
     assert client.get("/v1/models", headers={"host": "127.0.0.1:8000"}).status_code == 200
 
 
+def test_without_tokens_the_command_answers_under_names_of_this_machine(model, monkeypatch):
+  served = []
+  monkeypatch.setattr("rosetta_t5.cli.serve._open_models", lambda _: {"letters": model})
+  monkeypatch.setattr("rosetta_t5.serving.app.serve", lambda app, _: served.append(app))
+  assert cli.main(["serve", "--model_dir", "x", "--port", "0"]) == 0
+  with TestClient(served[0]) as client:
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000"):
+      assert client.get("/health", headers={"host": host}).status_code == 200
+    assert client.get("/health", headers={"host": "example.org"}).status_code == 400
+
+
 @pytest.mark.parametrize(
   ("options", "message"),
   [
