@@ -85,7 +85,7 @@ def with_measured_kernel(
   if jax.process_index() == 0:
     cases = attention_cases(config, batch, mesh, getattr(model, "is_prefix_lm", False))
     names = usable_kernels(cases, target_device())
-    text = json.dumps(_stored_or(functools.partial(choose_fastest, cases, names), cases, names))
+    text = json.dumps(_stored_or_fastest(cases, names))
   choice = KernelChoice(*json.loads(broadcast_text(text, "attention kernel", _TIMEOUT_S)))
   return with_config(model, attention_kernel=choice.name), choice
 
@@ -271,20 +271,18 @@ def _kernel(name: str, case: AttentionCase) -> Attention:
   return lambda *operands: KERNELS[name].run(Operands(*operands)._replace(softcap=case.softcap))
 
 
-def _stored_or(
-  choose: Callable[[], KernelChoice], cases: Sequence[AttentionCase], names: Sequence[str]
-) -> KernelChoice:
+def _stored_or_fastest(cases: Sequence[AttentionCase], names: Sequence[str]) -> KernelChoice:
   """Returns the choice that an earlier run has stored for the same cases, or makes and stores it."""
   settings: Any = jax.config
   folder = settings.jax_compilation_cache_dir
   if not folder:
-    return choose()
+    return choose_fastest(cases, names)
   path = pathlib.Path(folder) / f"attention-kernel-{_hash_of_facts(cases, names)}.json"
   try:
     stored = KernelChoice(*json.loads(path.read_text()))
     return KernelChoice(stored.name, f"{stored.reason}, in an earlier run")
   except (OSError, ValueError, TypeError):
-    choice = choose()
+    choice = choose_fastest(cases, names)
   if _FAILED not in choice.reason:  # a failure may be temporary, as when memory is full
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(choice))

@@ -189,14 +189,23 @@ def _run_layers(stack: nn.Module, side: str, x: jax.Array, inputs: LayerInputs) 
   return _swap_length(cfg, run_stack(stack, Block, layer_kinds(cfg, side), x, inputs, side))
 
 
-class Transformer(nn.Module):
-  """The encoder-decoder network.
+class _Network(nn.Module):
+  """What both networks have.
 
   Attributes:
     config: sizes and settings.
   """
 
   config: NetworkConfig
+
+  @property
+  def scan_layers(self) -> bool:
+    """Whether the cache has the layers as its first dimension and the batch as its second."""
+    return self.config.scan_layers
+
+
+class Transformer(_Network):
+  """The encoder-decoder network."""
 
   def setup(self) -> None:
     """Creates the encoder, the decoder and the embedding that they share."""
@@ -205,11 +214,6 @@ class Transformer(nn.Module):
       self.token_embedder = shared
     self.encoder = Encoder(self.config.of_side("encoder"), shared)
     self.decoder: Any = Decoder(self.config, shared)
-
-  @property
-  def scan_layers(self) -> bool:
-    """Whether the cache has the layers as its first dimension and the batch as its second."""
-    return self.config.scan_layers
 
   def encode(
     self,
@@ -306,25 +310,15 @@ class Transformer(nn.Module):
     )
 
 
-class DecoderWrapper(nn.Module):
+class DecoderWrapper(_Network):
   """A decoder-only network, causal or a prefix LM.
 
   The decoder has the name `decoder`, so that parameters have the paths of an encoder-decoder's.
-
-  Attributes:
-    config: sizes and settings.
   """
-
-  config: NetworkConfig
 
   def setup(self) -> None:
     """Creates the decoder."""
     self.decoder = Decoder(self.config)
-
-  @property
-  def scan_layers(self) -> bool:
-    """Whether the cache has the layers as its first dimension and the batch as its second."""
-    return self.config.scan_layers
 
   def __call__(
     self,

@@ -184,7 +184,6 @@ class MlpBlock(nn.Module):
     kernel_init: initializer of all kernels.
     intermediate_dropout_rate: dropout of the hidden layer, shared by all positions.
     dtype: the type of the matmuls.
-    nd_kernel: see `DenseGeneral`.
     matmul: see `DenseGeneral`.
     use_bias: whether the projections have biases.
     row_axes: see `DenseGeneral`.
@@ -196,7 +195,6 @@ class MlpBlock(nn.Module):
   kernel_init: Initializer = fan_in_truncated_normal
   intermediate_dropout_rate: float = 0.1
   dtype: Any = jnp.float32
-  nd_kernel: bool = False
   matmul: matmuls.Matmul | None = None
   use_bias: bool = False
   row_axes: tuple[str, str] = ("batch", "length")
@@ -216,7 +214,6 @@ class MlpBlock(nn.Module):
       DenseGeneral,
       dtype=self.dtype,
       kernel_init=self.kernel_init,
-      nd_kernel=self.nd_kernel,
       matmul=self.matmul,
       use_bias=self.use_bias,
       row_axes=self.row_axes,

@@ -56,7 +56,6 @@ class MlpBlock(dense.MlpBlock):
   """T5's feed-forward block; see `dense.MlpBlock`."""
 
   kernel_init: Initializer = nd_dense_init(1.0, "fan_in", "truncated_normal")
-  nd_kernel: bool = True
 
 
 class MultiHeadDotProductAttention(layers.MultiHeadDotProductAttention):
