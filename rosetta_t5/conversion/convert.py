@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
@@ -22,7 +21,7 @@ from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder, peft_writing
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays
-from rosetta_t5.checkpoints.saved_items import checkpoint_to_use
+from rosetta_t5.checkpoints.saved_items import checkpoint_to_use, leaf_dtype
 from rosetta_t5.config.model_file import copied_vocabulary
 from rosetta_t5.conversion import verification
 from rosetta_t5.conversion.model_settings import read_model_settings
@@ -147,9 +146,7 @@ def _select_arrays(
     kept = ("target/encoder/", EMBEDDING, STEP)
     arrays = {name: array for name, array in arrays.items() if name.startswith(kept)}
   if dtype is not None:
-    params = {name: array for name, array in arrays.items() if name.startswith("target/")}
-    floats = {n: x for n, x in params.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    arrays = {**arrays, **{name: array.astype(dtype) for name, array in floats.items()}}
+    arrays = {n: x.astype(leaf_dtype(n, x.dtype, dtype)) for n, x in arrays.items()}
   if to == "hf":
     return to_plain_tree(arrays)
   if tree is None:

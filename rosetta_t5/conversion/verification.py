@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from etils import epath
-from flax.traverse_util import unflatten_dict
 
 from rosetta_t5.adapters import Adapter
 from rosetta_t5.checkpoints.arrays.lazy_arrays import StoredArray
 from rosetta_t5.checkpoints.arrays.parameter_trees import to_plain_tree
+from rosetta_t5.checkpoints.arrays.state_dicts import unflatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import folder as hugging_face_folder
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, start_token
@@ -153,12 +153,8 @@ def network_outputs(
   config: Any = dataclasses.replace(settings.network, **changes)
   module: Any = DecoderWrapper(config) if settings.is_decoder else Transformer(config)
   module = module if adapter is None else adapter.adapt(module)
-  params = unflatten_dict(
-    {
-      tuple(name.removeprefix("target/").split("/")): jnp.asarray(array.get(), jnp.float32)
-      for name, array in plain.items()
-    }
-  )
+  values = {name: jnp.asarray(array.get(), jnp.float32) for name, array in plain.items()}
+  params = unflatten_state_dict(values)["target"]
   inputs, targets = (jnp.asarray(ids, jnp.int32) for ids in tokens)
   call, options = [inputs, targets, jnp.ones_like(targets)], {"enable_dropout": False}
   if settings.is_decoder:

@@ -263,12 +263,6 @@ def task_files(task: Any, cfg: DatasetConfig) -> list[str]:
   return sorted(glob.glob(f"{glob.escape(prefix)}*"))
 
 
-def all_files(cfg: DatasetConfig) -> list[str]:
-  """Returns the files of the task, or of the mixture's tasks that have the split."""
-  tasks = subtasks_with_split(cfg, find_task_or_mixture(cfg))
-  return [path for task in tasks for path in task_files(task, cfg)]
-
-
 @contextlib.contextmanager
 def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
   """Inside the `with`, errors about data files become ValueErrors that name the task.

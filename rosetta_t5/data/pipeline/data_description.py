@@ -106,9 +106,11 @@ def check_same_files(*cfgs: DatasetConfig | None) -> None:
   found: dict[str, str] = {}
   for cfg in filter(None, cfgs):
     try:
-      folders = getattr(find_task_or_mixture(cfg), "folders", ())  # of prepared data
+      provider = find_task_or_mixture(cfg)
+      folders = getattr(provider, "folders", ())  # of prepared data
       paths = [file.path for folder in folders for file in os.scandir(folder)]
-      paths += dataset_config.all_files(cfg)
+      for task in subtasks_with_split(cfg, provider):
+        paths += dataset_config.task_files(task, cfg)
     except Exception as error:  # of one machine, or of a user's function that reads no task
       found[cfg.name] = f"{type(error).__name__}: {error}"
       continue
