@@ -115,8 +115,17 @@ class BasePartitioner(abc.ABC):
 
   @functools.cached_property
   def mesh(self) -> Mesh:
-    """The mesh. It is made on first use, so that building a partitioner does not touch any device."""
-    return self.mesh_config.build(self._devices or jax.devices(self._backend))
+    """The mesh. It is made on first use, so that building a partitioner does not touch any device.
+
+    Raises:
+      ValueError: the devices do not fit it, or this machine has none of the backend.
+    """
+    try:
+      devices = self._devices or jax.devices(self._backend)
+    except RuntimeError as error:
+      hint = "" if self._backend is None else ". Set PjitPartitioner.backend = None"
+      raise ValueError(f"{error}{hint}") from error
+    return self.mesh_config.build(devices)
 
   def on_devices(self, devices: Sequence[Any]) -> BasePartitioner:
     """Returns a copy whose mesh has these devices, such as GPUs that this machine does not have."""

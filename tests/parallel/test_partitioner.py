@@ -317,6 +317,12 @@ def test_an_empty_submesh_is_ignored():
   assert partitioner.mesh_config.axis_sizes(8) == {"data": 4, "model": 2}
 
 
+def test_a_backend_that_this_machine_lacks_is_an_error_that_names_the_setting():
+  partitioner = PjitPartitioner(num_partitions=1, backend="tpu")
+  with pytest.raises(ValueError, match=r"'tpu'.*Set PjitPartitioner\.backend = None"):
+    partitioner.mesh  # noqa: B018
+
+
 def test_building_a_partitioner_touches_no_device(monkeypatch):
   monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
   PjitPartitioner(num_partitions=3)
