@@ -143,8 +143,7 @@ def infer(
     "DatasetConfig.task_feature_lengths": dict(dataset_cfg.task_feature_lengths or {}),
     "RestoreCheckpointConfig.dtype": str(restore_checkpoint_cfg.dtype),
     "the checkpoint's step": int(state.step),
-    # T5X's checkpoints have no checksums.
-    "the checkpoint's content": checkpoints.fingerprint(paths[0]) or paths[0],
+    "the checkpoint's content": checkpoints.fingerprint(paths[0]),
     "the data": describe_tasks(dataset_cfg),
     "the model": _model_settings(model),
   }

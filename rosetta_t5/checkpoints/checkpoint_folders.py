@@ -323,10 +323,13 @@ def checksums_folder(path: epath.PathLike) -> epath.Path:
   return given if given.is_dir() and given.name != STATE_ITEM else given.parent
 
 
-def fingerprint(path: epath.PathLike) -> str | None:
-  """Returns a hash of the content of the checkpoint at `path`; None if it has no checksums."""
+def fingerprint(path: epath.PathLike) -> str:
+  """Returns a hash of a checkpoint's checksums; without any, its path and when its files last changed."""
   file = checksums_folder(path) / files.CHECKSUMS_NAME
-  return files.hash_file(file) if file.exists() else None
+  if file.exists():
+    return files.hash_file(file)
+  root = epath.Path(path)
+  return f"{root}, {max((file.stat().mtime for file in root.glob('*')), default=0)}"
 
 
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:

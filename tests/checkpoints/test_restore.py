@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 import jax
@@ -223,7 +224,17 @@ def test_verify_names_a_damaged_position_and_run_facts(checkpoint, capsys):
 
 def test_a_checkpoint_without_checksums_is_restored(setup, checkpoint):
   before = fingerprint(checkpoint)
-  assert before not in (None, fingerprint(checkpoint.with_name("checkpoint_6")))
+  assert before != fingerprint(checkpoint.with_name("checkpoint_6"))
   (checkpoint / CHECKSUMS_NAME).unlink()
-  assert fingerprint(checkpoint) is None
   restore_from(setup, checkpoint)
+
+
+def test_without_checksums_the_fingerprint_is_that_of_the_path_and_of_its_last_change(tmp_path):
+  for name in ("one", "two"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "model.safetensors").write_bytes(b"1")
+    os.utime(tmp_path / name / "model.safetensors", (1, 1))
+  before = fingerprint(tmp_path / "one")
+  assert before == fingerprint(tmp_path / "one") != fingerprint(tmp_path / "two")
+  os.utime(tmp_path / "one" / "model.safetensors", (2, 2))
+  assert fingerprint(tmp_path / "one") != before
