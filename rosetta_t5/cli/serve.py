@@ -60,8 +60,7 @@ def _serve(options: argparse.Namespace) -> int:
   requests, body_bytes = options.slots + options.max_waiting, options.max_body_kb * 1024
   limits = app.Limits(body_bytes, options.timeout_s, requests, texts=options.max_waiting)
   # Older versions of Starlette compare what is before the first colon: "[" of an IPv6 address.
-  names = ["localhost", "127.0.0.1", "[::1]", "["]
-  hosts = names if is_local and not tokens else ["*"]
+  hosts = ["*"] if tokens or not is_local else ["localhost", "127.0.0.1", "[::1]", "["]
   with socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET) as bound:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # An address at which another server listens is an error before the models are read.

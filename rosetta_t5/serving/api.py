@@ -125,11 +125,9 @@ _GENERATION = {
   "modalities": _only(["text"]),
   "response_format": _only({"type": "text"}),
 }
-_OF_TEXTS = {"prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _only(1)}
-COMPLETION = {**_GENERATION, **_OF_TEXTS}
+COMPLETION = {**_GENERATION, "prompt": _PROMPTS, "logprobs": _integer(0, 5), "best_of": _only(1)}
 _MESSAGES = Condition(f"a list of 1 to {_MOST} messages", lambda x: _is_list(x, _is(dict)))
-_OF_CHATS = {"messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
-CHAT = {**_GENERATION, **_OF_CHATS}
+CHAT = {**_GENERATION, "messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _integer(0, 5)}
 _CONTENT = Condition(
   "a text or a list of parts", lambda x: isinstance(x, str) or _is_list(x, _is(dict))
 )
@@ -137,8 +135,7 @@ _ROLE = one_of(("system", "developer", "user", "assistant"))
 MESSAGE = {"role": _ROLE, "content": _CONTENT, "refusal": _only(), "tool_calls": _only([])}
 PART = {"type": one_of(("text",)), "text": _TEXT}
 _FORMAT = one_of(("float", "base64"))
-_OF_VECTORS = {"input": _PROMPTS, "encoding_format": _FORMAT}
-EMBEDDING = {**_OF_VECTORS, "model": _TEXT, "user": _TEXT}
+EMBEDDING = {"input": _PROMPTS, "encoding_format": _FORMAT, "model": _TEXT, "user": _TEXT}
 SCORE = {"inputs": _TEXTS, "targets": _TEXTS, "model": _TEXT}
 _ONE_PROMPT = Condition("a text or a list of token ids", is_prompt)
 _OF_ATTENTION = {"prompt": _ONE_PROMPT, "messages": _MESSAGES, "target": _TEXT}
@@ -201,9 +198,9 @@ class Generation:
     self.n, self.use_beam_search = get("n", 1), get("use_beam_search", False)
     self.max_tokens = get("max_completion_tokens", get("max_tokens", model.output_length))
     controls = {name: given[name] for name in CONTROLS if name in given}
-    controls["reports_probabilities"] = self._top is not None
-    self._controls, stop = SlotControls(**controls), get("stop", [])
-    self._seed = get("seed", secrets.randbits(31))
+    controls = {"seed": secrets.randbits(31), **controls}
+    self._controls = SlotControls(**controls, reports_probabilities=self._top is not None)
+    stop = get("stop", [])
     self.stop = [stop] if isinstance(stop, str) else stop
     self.is_stream = get("stream", False)
     self.has_usage = get("stream_options", {}).get("include_usage", False)
@@ -239,7 +236,7 @@ class Generation:
     """Returns the prompt and the controls of each text, whose seeds count up."""
     prompts = [prompt for prompt in self.prompts for _ in range(self.n)]
     return [
-      (prompt, self._controls.replace(seed=(self._seed + index) % 2**31))
+      (prompt, self._controls.replace(seed=(self._controls.seed + index) % 2**31))
       for index, prompt in enumerate(prompts)
     ]
 

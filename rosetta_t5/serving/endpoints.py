@@ -125,8 +125,7 @@ class Endpoints:
       best = enumerate(await model.beams(asked.prompts, asked.n))
       choices = [{**asked.choice(n, piece), "score": api.finite(x)} for n, (piece, x) in best]
       return JSONResponse(asked.answer(choices, usage=asked.usage()))
-    options = (asked.max_tokens, asked.stop, asked.is_stream)
-    pieces = model.generate(asked.texts(), *options)
+    pieces = model.generate(asked.texts(), asked.max_tokens, asked.stop, asked.is_stream)
     if asked.is_stream:
       events = _events(asked, deadline, await anext(pieces), pieces)
       return StreamingResponse(events, media_type="text/event-stream")

@@ -59,7 +59,7 @@ class Request:
   is_done: bool = False
 
 
-_FILLER = Request()  # fills up a batch
+_FILLER = Request((0,))  # fills up a batch
 
 
 class Programs:
@@ -138,22 +138,25 @@ class Programs:
 
   def _batch(self, requests: Sequence[Request], length: int) -> dict[str, np.ndarray]:
     """Returns a batch of the model with inputs of at most `length` tokens, and targets."""
-    pad_id, total = self._model.pad_id, self._total_length
+    rows = [(*self._prefix(request), *request.target) for request in requests]
+    tokens = self._padded(rows, self._total_length + 1)
+    inputs = [request.inputs for request in requests]
+    batch = {"decoder_input_tokens": tokens[:, :-1], "decoder_target_tokens": tokens[:, 1:]}
     if not self.is_decoder:
-      shifted = [(pad_id, *request.target[:-1]) for request in requests]
-      return {
-        "encoder_input_tokens": padded([request.inputs for request in requests], length, pad_id),
-        "decoder_input_tokens": padded(shifted, total, pad_id),
-        "decoder_target_tokens": padded([request.target for request in requests], total, pad_id),
-      }
-    rows = [(*request.inputs, *request.target) for request in requests]
-    tokens = padded(rows, total + 1, pad_id)
-    is_input = np.arange(length)[None] < [[len(request.inputs)] for request in requests]
-    return {
-      "decoder_input_tokens": tokens[:, :-1],
-      "decoder_target_tokens": tokens[:, 1:],
-      "decoder_causal_attention": is_input.astype(np.int32),
-    }
+      return {**batch, "encoder_input_tokens": self._padded(inputs, length)}
+    is_input = np.arange(length)[None] < [[len(row)] for row in inputs]
+    return {**batch, "decoder_causal_attention": is_input.astype(np.int32)}
+
+  def _prefix(self, request: Request) -> tuple[int, ...]:
+    """Returns the tokens that a sequence begins with."""
+    return request.inputs if self.is_decoder else (self._model.pad_id,)
+
+  def _padded(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Returns rows of tokens as an array [B, length]."""
+    array = np.full((len(rows), length), self._model.pad_id, np.int32)
+    for target, row in zip(array, rows, strict=True):
+      target[: len(row)] = row
+    return array
 
   def _arrays(self, params: PyTree, batch: Any) -> dict[str, PyTree]:
     start = self._model.start_decoding(params, batch)
@@ -161,12 +164,12 @@ class Programs:
 
   def _new(self, requests: Sequence[Request]) -> SlotState:
     """Returns the state of sequences that begin, without the model's arrays."""
-    prefixes = [request.inputs if self.is_decoder else () for request in requests]
-    start = np.array([max(len(prefix), 1) for prefix in prefixes], np.int32)
+    prefixes = [*map(self._prefix, requests)]
+    start = np.array([*map(len, prefixes)], np.int32)
     most = np.array([request.max_tokens for request in requests], np.int32)
     stack = lambda default, *own: np.array(own, default.dtype)  # noqa: E731
     return SlotState(
-      tokens=padded(prefixes, self._total_length + 1, self._model.pad_id),
+      tokens=self._padded(prefixes, self._total_length + 1),
       position=start - 1,
       start=start,
       end=np.minimum(start + most, self._total_length + 1),
@@ -330,11 +333,3 @@ def _shortest(lengths: Sequence[int], requests: Collection[Request]) -> int:
   """Returns the shortest of some lengths that the inputs of requests fit into."""
   longest = max(len(request.inputs) for request in requests)
   return next(length for length in lengths if length >= longest)
-
-
-def padded(rows: Sequence[Sequence[int]], length: int, pad_id: int) -> np.ndarray:
-  """Returns rows of tokens as an array [B, length]."""
-  array = np.full((len(rows), length), pad_id, np.int32)
-  for target, row in zip(array, rows, strict=True):
-    target[: len(row)] = row
-  return array
