@@ -24,7 +24,6 @@ COMPANIONS = (
 )
 # The order in which Transformers adds named tokens that tokenizer.json lacks; others follow.
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-_PROBE = "a"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,11 +134,3 @@ def copy_vocabulary(source: pathlib.Path, copy: pathlib.Path) -> None:
   for file in map(source.with_name, COMPANIONS if source.name == TOKENIZER else ()):
     if file.is_file():
       write_atomically(copy.with_name(file.name), file.read_bytes())
-
-
-def surrounding_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-  """Returns the ids that a tokenizer's post-processor puts before and after every text."""
-  encoding = tokenizer.encode(_PROBE)
-  start = encoding.special_tokens_mask.index(0)
-  end = len(encoding) - encoding.special_tokens_mask[::-1].index(0)
-  return encoding.ids[:start], encoding.ids[end:]

@@ -14,7 +14,7 @@ from rosetta_t5.data.local_copies import local_path
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies import tokenizer_folder
 from rosetta_t5.data.vocabularies.task_vocabularies import load_tokenizer
-from rosetta_t5.data.vocabularies.tokenizer_folder import TokenizerFolder, surrounding_ids
+from rosetta_t5.data.vocabularies.tokenizer_folder import TokenizerFolder
 
 _SENTINEL = "<extra_id_{}>"
 
@@ -88,7 +88,11 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def _surrounding_ids(self) -> tuple[list[int], list[int]]:
-    return surrounding_ids(self.tokenizer)
+    """The ids that the tokenizer's post-processor puts before and after every text, without the shift."""
+    encoding = self.tokenizer.encode("a")
+    start = encoding.special_tokens_mask.index(0)
+    end = len(encoding) - encoding.special_tokens_mask[::-1].index(0)
+    return encoding.ids[:start], encoding.ids[end:]
 
   @property
   def begin_ids(self) -> list[int]:
