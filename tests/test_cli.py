@@ -68,6 +68,7 @@ def test_help_of_infer_shows_the_options_for_texts_and_not_those_of_t5x_main(cap
     ("train --steps=5", "Set --gin.TRAIN_STEPS=5"),
     ("train --model-dir=runs/a", "Set --gin.MODEL_DIR=\"'runs/a'\""),
     ("train --T5Config.emb_dim=8", "Set --gin.T5Config.emb_dim=8"),
+    ("infer --model_dir x --input y --batch-size 4", "Did you mean --batch_size?"),
     ("train --gin_fil=a.gin", "unknown option --gin_fil. Did you mean --gin_file"),
     ("train --shard_id=1", "unknown option --shard_id."),
     ("train my.gin", "unexpected argument 'my.gin'. Did you mean --gin_file=my.gin?"),

@@ -270,7 +270,9 @@ def _describe_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser, v
     elif has_flags and argument.endswith(".gin"):
       hint = f" Did you mean --gin_file={argument}?"
     return f"unexpected argument {argument!r}.{hint}"
-  if has_flags:
+  if (own := f"--{option[2:].replace('-', '_')}") in option_names(parser):
+    hint = f" Did you mean {own}?"
+  elif has_flags:
     from rosetta_t5.config.command_line import add_flags, suggest_binding
 
     add_flags(parser, verb)
