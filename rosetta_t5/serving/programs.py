@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import tree_leaves_with_path
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 from jaxtyping import Array
 
 from rosetta_t5 import decoding
@@ -115,23 +115,24 @@ class Programs:
 
   def _find_axes(self) -> None:
     """Finds the dimensions of the model's arrays that are the requests' and the inputs', by their shapes."""
-    longest = self.lengths[-1]
-    sizes = ((2, longest), (3, longest + 8 * (not self.is_decoder)))
-    arrays, other = (
-      jax.eval_shape(self._arrays, self._params, self._batch([_FILLER] * count, length))
-      for count, length in sizes
-    )
-    self._treedef: Any = jax.tree.structure(arrays)
-    leaves = tree_leaves_with_path(arrays)
-    # For each array the dimension of the requests, None for arrays that all share, and that of the
-    # inputs, None for arrays that do not have it.
-    self._axes: list[tuple[int | None, int | None]] = []
-    for (path, x), y in zip(leaves, jax.tree.leaves(other), strict=True):
-      changes = enumerate(zip(x.shape, y.shape, strict=True))
-      kinds = {(a, b) == (2, 3): axis for axis, (a, b) in changes if a != b}
+
+    def shapes(count: int, length: int) -> PyTree:
+      return jax.eval_shape(self._arrays, self._params, self._batch([_FILLER] * count, length))
+
+    def changed(path: Any, x: Any, y: Any) -> int:
       # The positions of the slots replace the cache indices of the layers (`slots.with_index`).
-      is_index = path[-1].key in slots.INDICES
-      self._axes.append((None if is_index else kinds.get(True), kinds.get(False)))
+      if path[-1].key in slots.INDICES:
+        return -1
+      sizes = enumerate(zip(x.shape, y.shape, strict=True))
+      return next((axis for axis, (a, b) in sizes if a != b), -1)
+
+    longest = self.lengths[-1]
+    arrays, longer = shapes(2, longest), longest + 8 * (not self.is_decoder)
+    # For each array the dimension of the requests, -1 for arrays that all share, and that of the
+    # inputs, -1 for arrays that do not have it.
+    self._slot_axes = tree_map_with_path(changed, arrays, shapes(3, longest))
+    self._length_axes = tree_map_with_path(changed, arrays, shapes(2, longer))
+    leaves = tree_leaves_with_path(arrays)
     caches = [x for path, x in leaves if path[-1].key == "cached_value"]
     is_whole = all(x.shape[-2] == self._total_length for x in caches)
     self.keeps_inputs = is_whole or not self.is_decoder
@@ -179,18 +180,18 @@ class Programs:
 
   def _empty(self, params: PyTree) -> SlotState:
     """Returns slots without sequences."""
-    arrays = jax.tree.leaves(self._arrays(params, self._batch([_FILLER], self.lengths[-1])))
-    for index, (axis, _) in enumerate(self._axes):
-      if axis is not None:
-        arrays[index] = jnp.repeat(jnp.zeros_like(arrays[index]), self.num_slots, axis)
-    new = jax.tree.map(jnp.asarray, self._new([_FILLER] * self.num_slots))
+    filled = [_FILLER] * self.num_slots
+    arrays = self._arrays(params, self._batch(filled, self.lengths[-1]))
+    clear = lambda x, axis: x if axis < 0 else jnp.zeros_like(x)  # noqa: E731
+    arrays = jax.tree.map(clear, arrays, self._slot_axes)
+    new = jax.tree.map(jnp.asarray, self._new(filled))
     return new.replace(is_running=jnp.zeros(self.num_slots, bool), arrays=arrays)
 
   def _put(self, state: SlotState, slots_B: Array, new: SlotState, arrays: Any) -> SlotState:
     """Returns slots with the state and the arrays of new sequences."""
 
-    def put(x: Array, y: Array, axis: int | None = 0) -> Array:
-      if axis is None:
+    def put(x: Array, y: Array, axis: int = 0) -> Array:
+      if axis < 0:
         return x
       sizes = enumerate(zip(x.shape, y.shape, strict=True))
       widths = [(0, 0 if n == axis else a - b) for n, (a, b) in sizes]
@@ -198,41 +199,37 @@ class Programs:
       return x.at[(*[slice(None)] * axis, slots_B)].set(y, mode="drop")
 
     fields = jax.tree.map(put, state.replace(arrays=()), new)
-    triples = zip(state.arrays, arrays, self._axes, strict=True)
-    return fields.replace(arrays=[put(x, y, axis) for x, y, (axis, _) in triples])
+    return fields.replace(arrays=jax.tree.map(put, state.arrays, arrays, self._slot_axes))
 
   def _admit(
     self, state: SlotState, params: PyTree, batch: Any, slots_B: Array, new: SlotState
   ) -> SlotState:
-    return self._put(state, slots_B, new, jax.tree.leaves(self._arrays(params, batch)))
+    return self._put(state, slots_B, new, self._arrays(params, batch))
 
   def _copy(self, state: SlotState, source_1: Array, slots_1: Array, new: SlotState) -> SlotState:
-    pairs = zip(state.arrays, self._axes, strict=True)
-    arrays = [x if axis is None else jnp.take(x, source_1, axis) for x, (axis, _) in pairs]
-    return self._put(state, slots_1, new, arrays)
+    take = lambda x, axis: x if axis < 0 else jnp.take(x, source_1, axis)  # noqa: E731
+    return self._put(state, slots_1, new, jax.tree.map(take, state.arrays, self._slot_axes))
 
   def _step(
     self, length: int, state: SlotState, params: PyTree, is_kept_N: Array
   ) -> tuple[SlotState, StepOutput]:
     unread = self._read_lengths[-1] - length
-    read = [
-      x if n is None else jax.lax.slice_in_dim(x, 0, x.shape[n] - unread, axis=n)
-      for x, (_, n) in zip(state.arrays, self._axes, strict=True)
-    ]
-    arrays = self._treedef.unflatten(read)
+
+    def read(x: Array, axis: int) -> Array:
+      return x if axis < 0 else jax.lax.slice_in_dim(x, 0, x.shape[axis] - unread, axis=axis)
+
+    arrays = jax.tree.map(read, state.arrays, self._length_axes)
     has_layers = bool(getattr(self._model.module, "scan_layers", False))
     cache = slots.with_index(arrays["cache"], state.position, has_layers)
     options = (params, self._total_length, arrays["others"])
     next_logits = functools.partial(self._model.next_logits, *options)
     shared: Any = (self._eos_id, self._controls)
     new, cache, output = slots.step(state, is_kept_N, next_logits, cache, *shared)
-    written = jax.tree.leaves({**arrays, "cache": cache})
+    written = {**arrays, "cache": cache}
     # A step writes only arrays that have no length of inputs.
-    kept = [
-      x if axis is None or length_axis is not None else y
-      for x, y, (axis, length_axis) in zip(state.arrays, written, self._axes, strict=True)
-    ]
-    return new.replace(arrays=kept), output
+    choose = lambda x, y, axis, length_axis: x if axis < 0 or length_axis >= 0 else y  # noqa: E731
+    axes = (self._slot_axes, self._length_axes)
+    return new.replace(arrays=jax.tree.map(choose, state.arrays, written, *axes)), output
 
   def _beams(self, params: PyTree, batch: Any) -> tuple[Array, Array]:
     limits = {"eos_id": self._eos_id, "max_decode_step": self.output_length}
@@ -249,7 +246,8 @@ class Programs:
     partitioner, params, every = opened.partitioner, self._params, PartitionSpec()
     is_split = self.num_slots % partitioner.data_mesh_size == 0
     data: Any = partitioner.data_partition_spec if is_split else every
-    axes = [every if n is None else PartitionSpec(*([None] * n), *data) for n, _ in self._axes]
+    spec = lambda axis: every if axis < 0 else PartitionSpec(*[None] * axis, *data)  # noqa: E731
+    axes = jax.tree.map(spec, self._slot_axes)
     of_state = SlotState(data, data, data, data, data, data, axes)
     of_params = opened.state_axes.params
     state: SlotState = partitioner.partition(self._empty, (of_params,), of_state)(params)
