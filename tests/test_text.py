@@ -357,7 +357,7 @@ def test_decoding_options_change_predictions_and_are_recorded(model_dir, tmp_pat
     ([], "have columns: give the model's input, such as --template"),
     (
       ["--input", "nothing.txt"],
-      "error: nothing.txt: No such file or directory",
+      "error: There is no file 'nothing.txt'",
     ),
     (["--input", "/dev/null"], "/dev/null contains no text"),
     (["--input", "-"], "Standard input contains no text: give one text or JSON object per line"),

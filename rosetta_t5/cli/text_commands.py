@@ -135,9 +135,10 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
   Raises:
     ValueError: the records need a template, or a row cannot be used.
   """
-  from rosetta_t5.data.reading import make_converter
+  from rosetta_t5.data.reading import find_files, make_converter
 
   path, template, targets = options.input, options.template, options.targets
+  name = "the input" if path == "-" else find_files(path)[0]
   file_format = _format_of(path)
   if template is None and targets is not None:
     raise ValueError(f"The rows of {path} {NEEDS_TEMPLATE}")
@@ -153,7 +154,6 @@ def read_rows(options: argparse.Namespace) -> Iterator[Row]:
     record = {"text": content} if is_text else content
     example = record if isinstance(record, str) else convert(record)
     if isinstance(example, str):
-      name = "the input" if path == "-" else path
       raise ValueError(f"Line {number} of {name} cannot be used: {example}")
     yield Row(content, {"target": "", **example})
 

@@ -12,8 +12,10 @@ NEW = "rm -rf run; "
 
 FAULTS = [
   # infer --input
-  Fault("the input does not exist", "$INFER --input no.txt", "no.txt: No such file"),
-  Fault("the input is a folder", "mkdir d; $INFER --input d", "d: Is a directory"),
+  Fault("the input does not exist", "$INFER --input no.txt", "There is no file 'no.txt'"),
+  Fault(
+    "the input is a folder", "mkdir d; $INFER --input d", "d contains no file of a known format"
+  ),
   Fault(
     "the input is empty", ": > e; $INFER --input e --output o; test ! -e o", "no text", status=0
   ),
@@ -37,7 +39,8 @@ FAULTS = [
   Fault(
     "the output's folder does not exist",
     "echo a > b; $INFER --input b --output no/such/o",
-    "no/such/o: No such file or directory",
+    "no/such/o must be a file in a folder that exists",
+    status=2,
   ),
   Fault(
     "a row of the input has another field than the template",
