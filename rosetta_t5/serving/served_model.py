@@ -81,8 +81,7 @@ class ServedModel:
     self.input_length, self.output_length = lengths["inputs"], lengths["targets"]
     self.has_encoder = isinstance(self._model, EncoderDecoderModel)
     self._vocabulary = self._model.output_vocabulary
-    feature = input_feature(self._model.input_vocabulary, "inputs" in opened.lengths)
-    self._inputs_vocabulary, self._inputs_end = feature.vocabulary, feature.add_eos
+    self._feature = input_feature(self._model.input_vocabulary, "inputs" in opened.lengths)
     self._chat: ChatPrompts | None = None
     with contextlib.suppress(AttributeError, ValueError):
       self._chat = ChatPrompts(self._model)
@@ -107,15 +106,14 @@ class ServedModel:
     Raises:
       RequestError: there are too many tokens, unknown ones, or one of a decoder's is padding.
     """
-    vocabulary = self._inputs_vocabulary
+    vocabulary = self._feature.vocabulary
     if isinstance(prompt, str):
       tokens = [*getattr(vocabulary, "begin_ids", []), *vocabulary.encode(prompt)]
-      return self._checked([*tokens, *[vocabulary.eos_id] * self._inputs_end], field)
-    size = vocabulary.vocab_size
-    if wrong := [token for token in prompt if not 0 <= token < size]:
-      raise RequestError(
-        f"{field} has token {wrong[0]}, but tokens are from 0 to {size - 1}", field
-      )
+      return self._checked([*tokens, *[vocabulary.eos_id] * self._feature.add_eos], field)
+    largest = vocabulary.vocab_size - 1
+    if wrong := [token for token in prompt if not 0 <= token <= largest]:
+      text = f"{field} has token {wrong[0]}, but tokens are from 0 to {largest}"
+      raise RequestError(text, field)
     return self._checked(list(prompt), field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -130,7 +128,7 @@ class ServedModel:
       text = self._chat(messages)
     except ValueError as error:
       raise RequestError(str(error), "messages") from error
-    return self._checked(list(self._inputs_vocabulary.encode(text)), "messages")
+    return self._checked(list(self._feature.vocabulary.encode(text)), "messages")
 
   def encode_target(self, text: str, field: str = "targets", must_end: bool = True) -> list[int]:
     """Returns the tokens of a target, with the end token if it must end.
@@ -145,20 +143,17 @@ class ServedModel:
 
   def _checked(self, tokens: list[int], field: str) -> list[int]:
     if not tokens or len(tokens) > self.input_length:
-      raise RequestError(
-        f"{field} must have 1 to {self.input_length} tokens, got {len(tokens)}: give a text of another "
-        "length, or start the server with a larger --input_length",
-        field,
-      )
+      text = f"{field} must have 1 to {self.input_length} tokens, got {len(tokens)}"
+      advice = "give a text of another length, or start the server with a larger --input_length"
+      raise RequestError(f"{text}: {advice}", field)
     if not self.has_encoder and self._model.pad_id in tokens:
-      raise RequestError(
-        f"{field} has the token of padding, {self._model.pad_id}: leave it out", field
-      )
+      text = f"{field} has the token of padding, {self._model.pad_id}: leave it out"
+      raise RequestError(text, field)
     return tokens
 
   def _inputs(self, tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns the tokens that the model's inputs begin with."""
-    has_start = getattr(self._inputs_vocabulary, "starts_rows", True)
+    has_start = getattr(self._feature.vocabulary, "starts_rows", True)
     return (*([] if self.has_encoder or not has_start else [self._model.pad_id]), *tokens)
 
   async def generate(
