@@ -118,9 +118,8 @@ def _program_rows(plan: Plan, args: argparse.Namespace, gpu: Gpu) -> Rows:
     "outputs": sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
   }
   used = sum(memory.values())
-  flops, is_exact = plan.flops
   peak = timeline.seconds * args.devices * gpu.bfloat16
-  mfu = flops / peak if is_exact and args.step == "train" else None
+  mfu = plan.flops / peak if args.step == "train" and plan.activations else None
   speed = plan.dataset_cfg.batch_size / timeline.seconds
   facts = {
     "jax": jax.__version__,

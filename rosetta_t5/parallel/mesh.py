@@ -23,8 +23,6 @@ CONTEXT_AXIS = "context"
 MODEL_AXIS = "model"
 # The mesh axes that a batch is split over, in the order in which they split its rows.
 BATCH_AXES = (PIPELINE_AXIS, EXPERT_AXIS, DATA_AXIS, FSDP_AXIS)
-# Those whose devices compute other tokens with the same parameters, so that gradients are summed.
-TOKEN_AXES = (*BATCH_AXES, CONTEXT_AXIS)
 # The axes that a mesh has only if a user's setting names them.
 OPTIONAL_AXES = (PIPELINE_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
 # The names of the axes in `PjitPartitioner.mesh`, outermost first. Tensor parallelism keeps T5X's name for
@@ -73,15 +71,14 @@ class MeshConfig:
   max_experts: int | None = None
 
   @property
-  def ruled_axes(self) -> tuple[str, ...]:
-    """The mesh axes for which `extend_axis_rules` adds rules: those of the batch, and `context`."""
-    axes = {*self.sizes, *([EXPERT_AXIS] if self.max_experts else [])}
-    return tuple(axis for axis in TOKEN_AXES if axis in axes)
+  def axes(self) -> tuple[str, ...]:
+    """The names of all mesh axes."""
+    return (*self.sizes, *([EXPERT_AXIS] if self.max_experts else []))
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
-    """The mesh axes that a batch is split over, outermost first."""
-    return tuple(axis for axis in self.ruled_axes if axis in BATCH_AXES)
+    """The mesh axes that a batch is split over, in the order in which they split its rows."""
+    return tuple(axis for axis in BATCH_AXES if axis in self.axes)
 
   def build(self, devices: Sequence[Any]) -> Mesh:
     """Returns the mesh of these devices.

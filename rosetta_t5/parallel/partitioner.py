@@ -299,8 +299,8 @@ class PjitPartitioner(BasePartitioner):
   @property
   def logical_axis_rules(self) -> tuple[axis_rules.AxisRule, ...]:  # type: ignore[override]
     """The (logical axis, mesh axis) pairs, in the order in which they are tried."""
-    axes = self.mesh_config.ruled_axes
-    return axis_rules.extend_axis_rules(self._given_rules, axes, self.sequence_parallel)
+    axes, rules = self.mesh_config.axes, self._given_rules
+    return axis_rules.extend_axis_rules(rules, axes, self.sequence_parallel)
 
   def get_mesh_axes(self, train_state: PyTree) -> PyTree:
     """Returns the state with a PartitionSpec in place of each array; an empty one replicates.

@@ -117,7 +117,7 @@ def _configurations_by_mesh(
   partitioner = plan["partitioner"].with_mesh({PIPELINE_AXIS: 1, DATA_AXIS: -1, CONTEXT_AXIS: 1})
   if has_experts(config):
     partitioner = PjitPartitioner(mesh={DATA_AXIS: -1, EXPERT_AXIS: 1, CONTEXT_AXIS: 1})
-  specs, flops = complete_specs(partitioner, plan.state), plan.flops[0]
+  specs, flops = complete_specs(partitioner, plan.state), plan.flops
   is_bfloat16 = jnp.dtype(setting_of(config, "dtype")) == jnp.bfloat16
   can_use_fp8 = gpu.fp8 is not None and hasattr(config, "matmul") and is_bfloat16
   precisions = {False, can_use_fp8} if any_precision else {plan.fp8}

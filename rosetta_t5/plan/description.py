@@ -160,13 +160,13 @@ class Plan:
     return workload.traced_activations(self["model"], self["partitioner"], self.state, self.lengths)
 
   @functools.cached_property
-  def flops(self) -> tuple[float, bool]:
-    """The FLOPs of a step on all devices, and whether they are those of the traced loss."""
+  def flops(self) -> float:
+    """The FLOPs of a step on all devices, those of the traced loss if there are `activations`."""
     if self.activations is None:
       of_sequence = 6.0 * count_parameters(self.state.params) * sum(self.lengths.values())
     else:
       of_sequence = flops_of_segments(self.activations.segments) / TRACED_EXAMPLES
-    return self.dataset_cfg.batch_size * of_sequence, self.activations is not None
+    return float(self.dataset_cfg.batch_size * of_sequence)
 
 
 def _model_rows(plan: Plan) -> Rows:
@@ -273,11 +273,11 @@ def _memory_rows(plan: Plan) -> Rows:
 
 def flops_rows(plan: Plan) -> Rows:
   """Returns the FLOPs of a training step."""
-  number, is_exact = plan.flops
+  number = plan.flops
   units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
   unit, size = next((unit for unit in units if number >= unit[1]), units[-1])
   text = f"{format_number(number / size)} {unit} per step"
-  return [("FLOPs", text if is_exact else f"about {text} (6 per parameter and token)")]
+  return [("FLOPs", text if plan.activations else f"about {text} (6 per parameter and token)")]
 
 
 def _change_rows(plan: Plan) -> Rows:

@@ -84,7 +84,7 @@ def _estimate_rows(plan: Plan, options: argparse.Namespace) -> Rows:
   if plan.resolved.problems.messages or not plan.is_training:
     return []
   memory = StateMemory.of(plan.state, plan.specs, plan.work)
-  estimate = estimate_step(memory, plan.work, plan.flops[0], plan.gpu, options.mfu)
+  estimate = estimate_step(memory, plan.work, plan.flops, plan.gpu, options.mfu)
   parts = (f"{size_text(size):>8}  {name}" for name, size in estimate.memory.items())
   return [
     *labeled("memory", [fits_text(sum(estimate.memory.values()), plan.gpu), *parts]),

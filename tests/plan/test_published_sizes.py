@@ -78,7 +78,7 @@ def figures(name, gpus, batch, mesh, microbatches, policy):
     plan = Plan(resolved, GPU)
     assert not resolved.problems.messages
     memory = StateMemory.of(plan.state, plan.specs, plan.work)
-    estimate = estimate_step(memory, plan.work, plan.flops[0], GPU, MFU)
+    estimate = estimate_step(memory, plan.work, plan.flops, GPU, MFU)
     found.extend([sum(estimate.memory.values()), batch / estimate.step_seconds])
     return []
 

@@ -177,25 +177,21 @@ def output_layer(
     return_logits: False returns the two factors of the logits, for a loss that is computed in chunks.
   """
   divisor = 1 / config.logit_scale
-  if config.logits_via_embedding:
-    divisor *= math.sqrt(y_BTD.shape[-1]) if config.divide_tied_logits else 1
-  else:
-    dense = DenseGeneral if return_logits else DenseParameters
-    logits_dense = dense(
-      config.vocab_size, dtype=jnp.float32, kernel_axes=("embed", "vocab"), name="logits_dense"
-    )
+  if config.logits_via_embedding and config.divide_tied_logits:
+    divisor *= math.sqrt(y_BTD.shape[-1])
+  own: dict[str, Any] = {"kernel_axes": ("embed", "vocab"), "name": "logits_dense"}
   excluded_V = _excluded_tokens(config)
   if return_logits:
     if config.logits_via_embedding:
       # Where positions are split, XLA would otherwise gather the table instead of the activations.
       logits_BTV = constrain(embedding.attend(y_BTD), ("batch", "length", "vocab"))
     else:
-      logits_BTV = logits_dense(y_BTD)
+      logits_BTV = DenseGeneral(config.vocab_size, **own)(y_BTD)
     return set_logits(soft_cap(logits_BTV / divisor, config.logit_softcap), excluded_V)
   if config.logits_via_embedding:
     kernel_DV = jnp.asarray(embedding.embedding, embedding.attend_dtype or embedding.dtype).T
   else:
-    kernel_DV, _ = logits_dense(y_BTD)
+    kernel_DV, _ = DenseParameters(config.vocab_size, **own)(y_BTD)
   hidden_BTD = y_BTD if divisor == 1 else y_BTD.astype(kernel_DV.dtype) / divisor
   return LogitFactors(hidden_BTD, kernel_DV, excluded_V, config.logit_softcap)
 
