@@ -101,7 +101,7 @@ class ServedModel:
     self.engine = Engine(self._programs, self._max_waiting)
 
   def encode(self, prompt: str | Sequence[int], field: str = "prompt") -> list[int]:
-    """Returns the tokens of a prompt, or checks those given.
+    """Returns the tokens of a text, or of a prompt of the tokenizer's own ids, such as Transformers'.
 
     Raises:
       RequestError: there are too many tokens, unknown ones, or one of a decoder's is padding.
@@ -110,11 +110,15 @@ class ServedModel:
     if isinstance(prompt, str):
       tokens = [*getattr(vocabulary, "begin_ids", []), *vocabulary.encode(prompt)]
       return self._checked([*tokens, *[vocabulary.eos_id] * self._feature.add_eos], field)
-    largest = vocabulary.vocab_size - 1
+    shift = getattr(vocabulary, "shift", 0)
+    largest = vocabulary.vocab_size - 1 - shift
     if wrong := [token for token in prompt if not 0 <= token <= largest]:
       text = f"{field} has token {wrong[0]}, but tokens are from 0 to {largest}"
       raise RequestError(text, field)
-    return self._checked(list(prompt), field)
+    tokens = [token + shift for token in prompt]
+    # The network begins a decoder's rows with the begin token, which a tokenizer may have put there too.
+    starts_rows = not self.has_encoder and getattr(vocabulary, "starts_rows", False)
+    return self._checked(tokens[starts_rows and tokens[:1] == [vocabulary.bos_id] :], field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the tokens of a conversation.

@@ -98,7 +98,7 @@ def test_mistakes_in_conversations_are_named(folder, monkeypatch, capsys):
 
 def test_a_copy_of_the_vocabulary_keeps_the_template_and_the_special_tokens(folder, tmp_path):
   vocabulary = open_model_dir(folder).model.input_vocabulary
-  shift = vocabulary._shift
+  shift = vocabulary.shift
   (tmp_path / "run").mkdir()
   kept = _copy_vocabulary(str(folder), tmp_path / "run")
   folder.rename(tmp_path / "moved")

@@ -56,7 +56,7 @@ def test_tokens_that_a_template_marks_are_those_of_transformers(
 
 def trained(vocabulary: Any, messages: Any) -> list[list[str]]:
   """Returns what the trained tokens of each row's spans are as text."""
-  shift = int(vocabulary._shift)
+  shift = int(vocabulary.shift)
   rows = []
   for text, spans in ChatTemplate(vocabulary).rows(messages):
     ids, weights = vocabulary.encode_spans(text, spans)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from tiny_models import (
   DECODER_ONLY,
   GPT,
@@ -19,8 +21,10 @@ from tiny_models import (
   decoder_only_variables,
   variables,
 )
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from rosetta_t5 import decoding
+from rosetta_t5 import data, decoding
 from rosetta_t5.data.tensorflow_import import seqio
 from rosetta_t5.decoding.slots import SlotControls
 from rosetta_t5.models import DecoderOnlyModel, EncoderDecoderModel
@@ -393,3 +397,18 @@ def test_a_failure_ends_the_requests_and_is_named(
 
   serve(fail)
   assert "Traceback" in capfd.readouterr().err
+
+
+def test_token_ids_of_a_request_are_those_of_the_tokenizer(tmp_path):
+  tokenizer = tokenizers.Tokenizer(WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}))
+  tokenizer.pre_tokenizer = WhitespaceSplit()
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+  words = data.tokenizer_vocabulary(str(tmp_path / "tokenizer.json"), "</s>", shift=1)
+  opened = open_model("decoder")
+  opened = dataclasses.replace(opened, model=DecoderOnlyModel(opened.model.module, words, None))
+  served = ServedModel("words", opened, DECODER_LENGTHS, NUM_SLOTS, 40, decoding.Controls(), ())
+  assert served.encode("a b") == [1, 2, 4]
+  assert served.encode([0, 1, 3]) == served.encode([2, 0, 1, 3]) == [1, 2, 4]
+  with pytest.raises(RequestError, match="token 4, but tokens are from 0 to 3"):
+    served.encode([4])

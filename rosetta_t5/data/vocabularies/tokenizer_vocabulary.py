@@ -52,7 +52,8 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return tokenizer_folder.read_tokenizer_folder(os.path.dirname(local_path(self._files[0])))
 
   @functools.cached_property
-  def _shift(self) -> int:
+  def shift(self) -> int:
+    """How much higher than the tokenizer's the ids are."""
     given = self._given_shift
     return self.folder.shift(self.tokenizer) if given is None else given
 
@@ -69,7 +70,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   @property
   def end_ids(self) -> set[int]:
     """The ids of all tokens with which texts of the folder's model may end."""
-    return {self.eos_id, *(number + self._shift for number in self.folder.end_ids)}
+    return {self.eos_id, *(number + self.shift for number in self.folder.end_ids)}
 
   @property
   def bos_id(self) -> int | None:
@@ -84,7 +85,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   def _id(self, token: str | None) -> int | None:
     number = None if token is None else self.tokenizer.token_to_id(token)
-    return None if number is None else number + self._shift
+    return None if number is None else number + self.shift
 
   @functools.cached_property
   def _surrounding_ids(self) -> tuple[list[int], list[int]]:
@@ -98,7 +99,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   def begin_ids(self) -> list[int]:
     """The ids that begin the inputs of the folder's encoder; [] for a decoder, whose rows begin with a start token."""
     has_encoder = self.folder.is_encoder_decoder
-    return [n + self._shift for n in self._surrounding_ids[0]] if has_encoder else []
+    return [n + self.shift for n in self._surrounding_ids[0]] if has_encoder else []
 
   @property
   def starts_rows(self) -> bool:
@@ -122,7 +123,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
 
   @functools.cached_property
   def _size(self) -> int:
-    return max(self.tokenizer.get_vocab().values()) + 1 + self._shift
+    return max(self.tokenizer.get_vocab().values()) + 1 + self.shift
 
   @functools.cached_property
   def _last_sentinels(self) -> list[int]:
@@ -133,14 +134,14 @@ class TokenizerVocabulary(seqio.Vocabulary):
     """Returns the ids of <extra_id_0>, <extra_id_1>, …, wherever they are."""
     ids: list[int] = []
     while (number := self.tokenizer.token_to_id(_SENTINEL.format(len(ids)))) is not None:
-      ids.append(number + self._shift)
+      ids.append(number + self.shift)
     return ids
 
   @functools.cached_property
   def _hidden(self) -> set[int]:
     """The ids that decoded texts leave out: padding and special tokens, except sentinels."""
     added = self.tokenizer.get_added_tokens_decoder()
-    special = {number + self._shift for number, token in added.items() if token.special}
+    special = {number + self.shift for number, token in added.items() if token.special}
     return {0, self.eos_id, *special} - {*self.named_sentinels()}
 
   @functools.cached_property
@@ -153,7 +154,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return self._shifted(self.tokenizer.encode(s, add_special_tokens=False).ids)
 
   def _shifted(self, ids: Iterable[int]) -> list[int]:
-    return [number + self._shift or self._unknown for number in ids]
+    return [number + self.shift or self._unknown for number in ids]
 
   def encode_spans(
     self, text: str, spans: Iterable[tuple[int, int]]
@@ -166,7 +167,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
     return self._shifted(encoding.ids), list(map(int, inside))
 
   def _decode(self, ids: Iterable[int]) -> str:
-    shown = [int(id) - self._shift for id in ids if id not in self._hidden]
+    shown = [int(id) - self.shift for id in ids if id not in self._hidden]
     return self.tokenizer.decode(shown, skip_special_tokens=False)
 
   def _encode_tf(self, s: Any) -> Any:
@@ -190,7 +191,7 @@ class TokenizerVocabulary(seqio.Vocabulary):
   def __eq__(self, other: object) -> bool:
     if not isinstance(other, TokenizerVocabulary):
       return False
-    names = ("eos_id", "_shift", "_added_ids")
+    names = ("eos_id", "shift", "_added_ids")
     is_same = self._files == other._files or self.tokenizer.to_str() == other.tokenizer.to_str()
     return is_same and all(getattr(self, name) == getattr(other, name) for name in names)
 
