@@ -190,7 +190,7 @@ def _export(options: argparse.Namespace) -> int:
   if options.model_dir is None:
     names = ("adapter", "output_dir", "batch_size", *text_commands.LENGTHS, "num_decodes")
     _refuse(options, names, "--model_dir")
-    return _run_main("export.saved_model", options, "export")
+    return _run_main("export.saved_model", options)
   if options.output_dir is None:
     raise ConfigError("--model_dir needs --output_dir, the folder of the SavedModel")
   from rosetta_t5.export.saved_model import save_model
@@ -267,11 +267,11 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   return {"mixture_or_task_name": file_task(first, **how)}
 
 
-def _run_main(module: str, options: argparse.Namespace, verb: str | None = None) -> int:
+def _run_main(module: str, options: argparse.Namespace) -> int:
   """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
   if not any(flag.lstrip("-").startswith("dry_run") for flag in options.flags):
     terminal.tolerate_lost_output()
-  program = f"rosetta-t5 {verb or module}"
+  program = f"rosetta-t5 {module.partition('.')[0]}"
   importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
   return 0
 

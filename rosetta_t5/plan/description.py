@@ -193,7 +193,7 @@ def _mesh_rows(plan: Plan) -> Rows:
     text = f"{heads} heads are not divisible by {shards} (model): each device computes all of them"
     rows.append(("", text))
   if count > GPUS_PER_NODE:
-    rows.append(("", estimate.placement(plan.mesh)))
+    rows.append(("", estimate.describe_placement(plan.mesh)))
   if plan.is_training and plan.mesh.get(PIPELINE_AXIS, 1) > 1:
     rows.append(("pipeline", str(plan.work.schedule)))
   return rows

@@ -177,7 +177,7 @@ def members_per_node(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
   return members
 
 
-def placement(mesh: Mapping[str, int]) -> str:
+def describe_placement(mesh: Mapping[str, int]) -> str:
   """Returns which mesh axes are within a node, and which are between nodes.
 
   Args:

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from rosetta_t5.parallel import PjitPartitioner, default_mesh
 from rosetta_t5.parallel.mesh import hybrid_grid, mesh_config
-from rosetta_t5.plan.estimate import placement
+from rosetta_t5.plan.estimate import describe_placement
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_order_of_the_axes_can_be_set():
 def test_outer_axes_are_between_nodes():
   mesh = {"pipeline": 4, "data": 2, "fsdp": 1, "model": 8}
   text = "within a node of 8 GPUs: model 8; between nodes: pipeline 4, data 2"
-  assert placement(mesh) == text
-  assert placement({"data": 4, "model": 4}) == (
+  assert describe_placement(mesh) == text
+  assert describe_placement({"data": 4, "model": 4}) == (
     "within a node of 8 GPUs: data 2, model 4; between nodes: data 2"
   )
