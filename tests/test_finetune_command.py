@@ -100,6 +100,7 @@ def test_the_recipe_has_each_choice_with_its_reason(finished):
   assert "0.0% of the inputs truncated" in text
   assert chosen["data.file_task.metrics"] == "['accuracy', 'macro_f1']"
   assert chosen["train_script.train.stats_period"] == "1"
+  assert chosen["train_script.train.concurrent_metrics"] == "False"
   assert re.search(r"validation_percent = 10.0  # \d+ rows that are never trained on", text)
 
 

@@ -178,6 +178,7 @@ def evaluation_choices(monitor: Monitor, rows: int | None, batch: int, period: i
   return [
     Choice("EVALUATOR_NUM_EXAMPLES", few, f"rows that are predicted (of {rows}); None is all"),
     Choice("EVAL_STEPS", math.ceil(min(rows or _PREDICTED, _PREDICTED) / batch), "for the loss"),
+    Choice("train_script.train.concurrent_metrics", False, "known before the next checkpoint"),
     Choice("utils.SaveCheckpointConfig.period", period, "after each evaluation"),
     Choice("utils.SaveCheckpointConfig.keep", 1, f"the best by {monitor.name}, and the latest"),
     Choice("utils.SaveCheckpointConfig.checkpointer_cls", Code(f"@{best}")),
@@ -195,7 +196,6 @@ def patience_choices(monitor: Monitor, task: str, patience: int | None) -> list[
   ends = f"ends when {monitor.name} has not improved in {patience} evaluations in a row"
   return [
     Choice("train_script.train.actions", {monitor.event: [Code(f"@{action}()")]}, ends),
-    Choice("train_script.train.concurrent_metrics", False, "so that it ends at once"),
     Choice(f"{action}.metric", (task, monitor.name)),
     Choice(f"{action}.mode", monitor.mode),
     Choice(f"{action}.patience", patience + 1, "values, none better than the one before it"),
