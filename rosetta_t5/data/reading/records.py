@@ -22,7 +22,7 @@ Located = tuple[int, Record | str]
 
 
 class UnclearTableError(ValueError):
-  """A tsv file's quotes have no clear meaning, or two columns of a csv or tsv file have the same name."""
+  """The quotes of a csv or tsv file have no clear meaning, or two of its columns have the same name."""
 
 
 def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
@@ -81,7 +81,11 @@ def _json_records(path: str, options: ReadOptions) -> Iterator[Located]:
     is_array = file.read(64).lstrip().startswith("[")
   with _open_text(path) as file:
     if is_array:
-      yield from enumerate(map(_object, json.load(file)), 1)
+      text = file.read().strip()
+      array, end = json.JSONDecoder().raw_decode(text)
+      if end < len(text):
+        raise ValueError("expected an object in each line, or one array of all objects")
+      yield from enumerate(map(_object, array), 1)
     else:
       lines = enumerate(file, 1)
       yield from ((number, parse_json_line(line)) for number, line in lines if line.strip())
@@ -125,8 +129,17 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[Located]:
       except StopIteration:
         return
       except csv.Error as error:
-        if "field larger" in str(error):
-          raise
+        # A field whose quote is never closed extends to the end of the file, or to the limit.
+        if is_quoted and re.search("end of data|field larger", str(error)):
+          raise UnclearTableError(
+            f"{path}, line {line}: this row opens a quote that is never closed, so the rest of the file "
+            "cannot be read. Correct the row, or set data.file_task.quoted = False if quotes are ordinary "
+            "characters"
+          ) from error
+        if not columns:
+          raise UnclearTableError(
+            f"{path}, line {line}: the header is damaged ({error})"
+          ) from error
         row = []
         reason = f"quotes in the wrong place ({error})"
         yield line, f"{reason}; a quote in a quoted field must be doubled"

@@ -208,6 +208,23 @@ def test_a_quote_in_the_wrong_place_of_a_csv_file_makes_its_row_bad(tmp_path: pa
   assert "quote in a quoted field must be doubled" in str(records[1][1])
 
 
+@pytest.mark.parametrize(
+  ("text", "error"),
+  [
+    ('id,text\n1,"a\nb"\n2,"c\n3,d\n', r"a\.csv, line 4: this row opens a quote .* never closed"),
+    ('id,text\n1,"' + "x" * (65 << 20), r"a\.csv, line 2: this row opens a quote .* never closed"),
+    ('id,"text" of\n1,a\n', r"a\.csv, line 1: the header is damaged \(',' expected"),
+  ],
+)
+def test_a_csv_file_with_an_unclosed_quote_or_a_damaged_header_is_refused(
+  tmp_path: pathlib.Path, text: str, error: str
+) -> None:
+  path = tmp_path / "a.csv"
+  path.write_text(text)
+  with pytest.raises(ValueError, match=error):
+    list(read_records(str(path)))
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
 def test_a_csv_file_separates_columns_as_its_first_line_does(
   tmp_path: pathlib.Path, separator: str
@@ -242,7 +259,8 @@ def test_a_json_file_of_one_array_has_the_same_records_as_its_lines(
   ("text", "reason"),
   [
     ('[{"a": 1}, {"a"', "damaged here: Expecting ':'"),
-    ('[{"a": 1}][{"a": 2}]', "damaged here: Extra data"),
+    ('[{"a": 1}][{"a": 2}]', "expected an object in each line, or one array"),
+    ("[1]\n[2]\n", "expected an object in each line, or one array"),
     ('[{"a": 1}, [2]]', "a JSON list, not an object"),
     ('{\n "a": 1\n}', "an object over several lines; expected one in each line"),
   ],
