@@ -232,6 +232,16 @@ def test_wrong_rates_of_a_mixture_are_refused(tasks: Any, arguments: Any, error:
     mixture(tasks, **arguments)
 
 
+def test_a_mixtures_name_belongs_to_its_arguments(pattern: str, vocabulary: Any) -> None:
+  tasks = [file_task(pattern.replace("*", n), vocabulary=vocabulary) for n in "01"]
+  assert mixture(tasks, name="mine", rates="equal") == mixture(tasks, name="mine", rates="equal")
+  for name, arguments in (("mine", {"rates": [1, 2]}), (tasks[0], {})):
+    with pytest.raises(
+      ValueError, match=rf"'{name}' already exists .* another data\.mixture\.name"
+    ):
+      mixture(tasks, name=name, **arguments)
+
+
 def test_the_number_of_examples_of_large_files_is_estimated_from_the_first(
   pattern: str, vocabulary: Any
 ) -> None:

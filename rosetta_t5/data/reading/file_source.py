@@ -23,12 +23,10 @@ class FileSource(seqio.FileDataSource):
 
   Attributes:
     arguments: JSON values that determine the examples besides the files.
-    digest: of everything from which the source was made.
   """
 
   is_movable = True
   arguments: Mapping[str, Any] | None = None
-  digest = ""
 
   def __init__(self, splits: Mapping[str, tuple[Sequence[str], BlockReader]], names: Sequence[str]):
     """Makes a source of each split's files and reader; `names` are those of an example's texts."""

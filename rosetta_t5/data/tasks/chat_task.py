@@ -54,19 +54,19 @@ def chat_task(
   Raises:
     ValueError: no file matches, the folder has no chat template, or `name` belongs to another task.
   """
+  # This must be the first statement: locals() are the arguments.
   digest = digest_of_arguments(dict(sorted(locals().items())))
   from rosetta_t5.data.reading.file_source import CountedTask
   from rosetta_t5.data.vocabularies.chat_template import ChatTemplate
 
   template = ChatTemplate(vocabulary)
   name = name or f"chat_{digest}"
-  if is_registered(name, digest):
+  if is_registered(name, digest, "chat_task"):
     return name
   is_seq2seq = objective == "seq2seq" if objective else bool(vocabulary.folder.is_encoder_decoder)
   convert = functools.partial(_render, template=template, is_seq2seq=is_seq2seq)
   bad_examples = reading.BadExamples(on_bad_example)
   source = file_source(files, validation_files, validation_percent, ["rows"], convert, bad_examples)
-  source.digest = digest
   weights = seqio.Feature(seqio.PassThroughVocabulary(2), add_eos=False)
   features = {"targets": seqio.Feature(vocabulary, add_eos=False), WEIGHTS: weights}
   if is_seq2seq:
@@ -79,7 +79,7 @@ def chat_task(
     preprocessors=[tokenize, seqio.preprocessors.append_eos_after_trim],
     output_features=features,
     task_cls=CountedTask,
-  )
+  ).digest = digest
   return name
 
 

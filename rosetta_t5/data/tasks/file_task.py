@@ -74,6 +74,8 @@ def file_task(
   Raises:
     ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
   """
+  # This must be the first statement: locals() are the arguments. Without denoisers, tasks keep the names
+  # that they had before the argument existed.
   digest = digest_of_arguments(
     {key: value for key, value in sorted(locals().items()) if (key, value) != ("denoisers", None)}
   )
@@ -81,14 +83,13 @@ def file_task(
     check_one_of("each of file_task.metrics", metric, known_metrics.METRICS)
   templates = _templates(objective, text, inputs, targets)
   name = name or f"files_{digest}"
-  if is_registered(name, digest):
+  if is_registered(name, digest, "file_task"):
     return name
   options = reading.ReadOptions(format, tuple(columns) if columns else None, text_unit, quoted)
   convert, bad_examples = reading.make_converter(templates), reading.BadExamples(on_bad_example)
   source = file_source(
     files, validation_files, validation_percent, list(templates), convert, bad_examples, options
   )
-  source.digest = digest
   source.arguments = {
     "objective": objective,
     "text": dict(templates),
@@ -98,21 +99,21 @@ def file_task(
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   mixed = ul2_denoisers(denoisers)
   _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics], mixed)
+  seqio.get_mixture_or_task(name).digest = digest
   return name
 
 
-def is_registered(name: str, digest: str) -> bool:
-  """Returns whether the task of a digest is registered.
+def is_registered(name: str, digest: str, function: str) -> bool:
+  """Returns whether the task or mixture that a function made of arguments with a digest is registered.
 
   Raises:
-    ValueError: another task has the name.
+    ValueError: another task or mixture has the name.
   """
   if name not in registered_names():
     return False
-  first, *_ = seqio.get_subtasks(seqio.get_mixture_or_task(name))
-  if getattr(first.source, "digest", None) != digest:
+  if getattr(seqio.get_mixture_or_task(name), "digest", None) != digest:
     raise ValueError(
-      f"A task '{name}' already exists with other arguments. Choose another data.file_task.name."
+      f"A task '{name}' already exists with other arguments. Choose another data.{function}.name."
     )
   return True
 
@@ -207,7 +208,8 @@ def mixture(
     name: the name of the mixture; None derives one from the arguments.
 
   Raises:
-    ValueError: a task does not exist, or the rates are not positive numbers, one for each task.
+    ValueError: a task does not exist, the rates are not positive numbers, one for each task, a number of
+      examples is unknown, or `name` belongs to another task or mixture.
   """
   for task in tasks:
     register(task)
@@ -221,15 +223,17 @@ def mixture(
       f"{' or '.join(map(repr, RATES))}, got {rates}"
     )
   arguments = repr((list(tasks), rates, maximum, temperature))
-  name = name or f"mixture_{hashlib.blake2b(arguments.encode(), digest_size=5).hexdigest()}"
-  if name in registered_names():
+  digest = hashlib.blake2b(arguments.encode(), digest_size=5).hexdigest()
+  name = name or f"mixture_{digest}"
+  if is_registered(name, digest, "mixture"):
     return name
   numbers: list[Any] = [1.0] * len(tasks) if isinstance(rates, str) else [float(x) for x in rates]
   if rates == "proportional":
     rate = functools.partial(_proportional_rate, maximum=maximum, temperature=temperature)
     mixtures = seqio.MixtureRegistry.names()  # SeqIO accepts only numbers as their rates.
     numbers = [rate(seqio.MixtureRegistry.get(t)) if t in mixtures else rate for t in tasks]
-  seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
+  mixed = seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
+  mixed.digest = digest
   return name
 
 
