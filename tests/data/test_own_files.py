@@ -218,6 +218,26 @@ def test_a_mixture_of_own_files_has_the_rates_that_were_asked_for(
   assert [own.get_rate(seqio.TaskRegistry.get(name)) for name in names] == [40.0, 80.0]
 
 
+def test_a_mixture_within_a_mixture_counts_the_examples_of_all_its_tasks(
+  pattern: str, vocabulary: Any
+) -> None:
+  def task(n: str) -> str:
+    return file_task(pattern.replace("*", n), vocabulary=vocabulary, validation_percent=0.0)
+
+  seqio, inner, alone = import_seqio(), mixture([task("0"), task("1")]), task("2")
+  outer = seqio.MixtureRegistry.get(mixture([inner, alone]))
+  assert outer.rate_per_task_name[inner] == 80.0
+  assert outer.get_rate(seqio.TaskRegistry.get(alone)) == 40.0
+  features = {"targets": seqio.Feature(vocabulary)}
+  source = seqio.TextLineDataSource({"train": pattern})
+  seqio.TaskRegistry.add("uncounted", source, output_features=features)
+  unknown = mixture(["uncounted"], rates="equal")
+  with pytest.raises(
+    ValueError, match=r"examples of 'mixture_\w+' is not known: set data.mixture.rates"
+  ):
+    mixture([unknown], maximum=5)
+
+
 @pytest.mark.parametrize(
   ("tasks", "arguments", "error"),
   [

@@ -238,10 +238,14 @@ def mixture(
 
 
 def _proportional_rate(task: Any, maximum: int | None, temperature: float) -> float:
-  # UL2's denoisers are tasks on the same files.
-  number = max(part.num_input_examples("train") or 0 for part in seqio.get_subtasks(task))
-  if not number:
-    raise ValueError(f"the task '{task.name}' does not know its number of examples: set rates")
+  # UL2's denoisers are tasks with one source, whose examples count once.
+  parts = {id(part.source): part for part in seqio.get_subtasks(task)}.values()
+  numbers = [part.num_input_examples("train") for part in parts]
+  if not all(numbers):
+    raise ValueError(
+      f"the number of examples of '{task.name}' is not known: set data.mixture.rates to numbers or 'equal'"
+    )
+  number = sum(numbers)
   return float(min(number, maximum or number) ** (1 / temperature))
 
 
