@@ -168,6 +168,7 @@ def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
   ("arguments", "status", "message"),
   [
     ("eval --split test", 2, "error: --split needs --model_dir"),
+    ("eval --metrics bleu", 2, "error: --metrics needs --model_dir"),
     ("infer --input a.txt", 2, "error: --input needs --model_dir"),
     ("infer --model_dir RUN --template x", 2, "error: --template needs --input"),
     ("infer --model_dir RUN --output x", 2, "error: --output needs --input"),

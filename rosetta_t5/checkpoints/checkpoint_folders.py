@@ -259,7 +259,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
       f"{path} contains the checkpoint of step {step}. Rename it to {STEP_PREFIX}_{step}, or, to restore a "
       f"copy, to a name that does not begin with {STEP_PREFIX}_"
     )
-  base = adapter_fact(path).get("base") if is_step_folder else None
+  base = None if peft_folder.is_peft(path) else adapter_fact(path).get("base")
   if base is None:
     return arrays
   if find_checkpoint_type(base) is None:
@@ -278,7 +278,7 @@ def adapter_fact(path: epath.PathLike) -> dict[str, Any]:
   """
   if peft_folder.is_peft(path):
     return peft_folder.read_with_base(path)[0].settings()
-  if step_of(path) is None:
+  if not (epath.Path(path) / RUN_FACTS).exists():
     return {}
   try:
     return read_run_facts(path).get(ADAPTER) or {}

@@ -289,10 +289,12 @@ class OrbaxCheckpointManagerInterface:
     except (OSError, KeyError) as error:
       raise checkpoint_folders.unreadable_error(folder, error) from error
     except ValueError as error:
+      step = checkpoint_folders.step_of(folder)
+      own = f"SaveCheckpointConfig.ignore_dataset_until={step}"
       raise ValueError(
         f"{error}. To continue from this checkpoint and start the data from its beginning, set "
-        "--gin.utils.RestoreCheckpointConfig.restore_dataset=False or, if it is in MODEL_DIR, "
-        f"--gin.utils.SaveCheckpointConfig.ignore_dataset_until={checkpoint_folders.step_of(folder)}"
+        "--gin.utils.RestoreCheckpointConfig.restore_dataset=False"
+        + ("" if step is None else f" or, if it is in MODEL_DIR, --gin.utils.{own}")
       ) from error
 
   def _dataset_handler(self) -> saved_items.DatasetCheckpointHandler:

@@ -107,7 +107,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser, output_dir: str) -> None
 def _eval(options: argparse.Namespace) -> int:
   terminal.tolerate_lost_output()
   if options.model_dir is None:
-    _refuse(options, ("task", "split", "batch_size", "output_dir", "file"), "--model_dir")
+    of_rows = ("file", "inputs", "targets", "metrics")
+    _refuse(options, ("task", "split", "batch_size", "output_dir", *of_rows), "--model_dir")
     return _run_main("eval", options)
   if options.file is None:
     _refuse(options, ("inputs", "targets", "metrics"), "--file")
@@ -285,12 +286,12 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], needed: str) -> N
 
 def _results_folder(restore_cfg: Any, verb: str, data: str) -> str:
   """Returns the folder in MODEL_DIR for a checkpoint's results; evaluations of all checkpoints share one."""
-  from rosetta_t5.checkpoints import is_hugging_face, latest_step
+  from rosetta_t5.checkpoints import latest_step
+  from rosetta_t5.checkpoints.checkpoint_folders import step_of
 
-  path = pathlib.Path(restore_cfg.path)
-  if is_hugging_face(path):
-    raise ConfigError(f"results are not written into {path}: give --output_dir")
-  is_checkpoint = restore_cfg.mode == "specific"
+  path, is_checkpoint = pathlib.Path(restore_cfg.path), restore_cfg.mode == "specific"
+  if is_checkpoint and step_of(path) is None:
+    raise ConfigError(f"{path} is not in the folder of a run, where results go: give --output_dir")
   folder = (path.parent if is_checkpoint else path) / verb / data
   if verb == "infer":
     folder /= path.name if is_checkpoint else f"checkpoint_{latest_step(path)}"

@@ -188,6 +188,9 @@ def _find_destination(destination: epath.PathLike, step: int | None = None) -> e
   final = epath.Path(destination if "://" in str(destination) else os.path.realpath(destination))
   if step is not None and checkpoint_folders.step_of(final) is None:
     final = checkpoint_folders.checkpoint_path(final, step)
+  if step not in (None, checkpoint_folders.step_of(final)):
+    own = checkpoint_folders.checkpoint_path(final.parent, step)
+    raise ValueError(f"{final} would contain the checkpoint of step {step}: give {own} as DST")
   if final.exists() and (not final.is_dir() or any(final.iterdir())):
     raise ValueError(f"{final} exists and is not empty: set another DST, or move it away")
   return final

@@ -66,7 +66,10 @@ def test_checkpoints_hold_the_adapter_and_its_optimizer_state_only(adapted):
   assert states
   assert all("lora" in name or name.endswith("count") for name in states)
   # Opened, it is complete.
-  assert sum(name.endswith("/kernel") for name in read_arrays(model_dir / "checkpoint_2"))
+  opened = read_arrays(model_dir / "checkpoint_2")
+  assert sum(name.endswith("/kernel") for name in opened)
+  shutil.copytree(model_dir / "checkpoint_2", model_dir.parent / "best")
+  assert read_arrays(model_dir.parent / "best").keys() == opened.keys()
 
 
 @pytest.mark.slow

@@ -195,7 +195,10 @@ def test_a_hub_name_is_looked_up_only_where_no_folder_can_be_meant(tmp_path, mon
   ("arguments", "message"),
   [
     (["infer", "--split", "test", "--output_dir", "out"], "has no task of its own: give --task"),
-    (["eval", "--task", "lambada"], "results are not written into"),
+    (
+      ["eval", "--task", "lambada"],
+      "is not in the folder of a run, where results go: give --output_dir",
+    ),
   ],
 )
 def test_a_folder_needs_a_task_and_a_folder_for_results(folder, arguments, message, capsys):

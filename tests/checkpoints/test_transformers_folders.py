@@ -136,6 +136,10 @@ def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set
   converted = convert(tmp_path / "theirs", tmp_path / "t5x", "t5x")
   network = read_model_settings(converted, read_arrays(converted)).network
   changes = {"mlp_activations": ["gelu", "linear"], "max_distance": 64, "vocab_size": 40}
+  changes |= {
+    "scale_attn_logits": True,
+    "decoder_start_token_id": None,
+  }  # None is padding, as there
   module, vocabulary = Transformer(network.replace(**changes)), types.SimpleNamespace(eos_id=1)
   model = EncoderDecoderModel(module, vocabulary, vocabulary, None)
   for path in (tmp_path / "theirs", converted):
@@ -144,12 +148,19 @@ def test_a_run_whose_network_computes_something_else_is_refused_with_what_to_set
       check_model(model, {}, cfg)
     assert re.findall(r"network\.T5Config\.\w+ = .*", str(error.value)) == [
       "network.T5Config.max_distance = 128 (it is 64)",
+      "network.T5Config.scale_attn_logits = False (it is True)",
       "network.T5Config.mlp_activations = ('silu', 'linear') (it is ('gelu', 'linear'))",
     ]
     assert "texts end with token 7" in str(error.value)
     cfg.strict = False
     check_model(model, {}, cfg)
     assert "does not describe this run's model" in caplog.text
+
+
+def test_a_checkpoint_is_not_written_below_the_name_of_another_step(tmp_path):
+  transformers_folders.write_folder("5.24.0/t5-gated-silu", tmp_path / "theirs", RECORDED)
+  with pytest.raises(ValueError, match=r"of step 0: give \S+/checkpoint_0 as DST"):
+    convert(tmp_path / "theirs", tmp_path / "checkpoint_7", "t5x")
 
 
 def test_weights_that_transformers_ignores_are_left_out_and_unknown_ones_refused(tmp_path):

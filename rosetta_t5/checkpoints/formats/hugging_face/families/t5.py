@@ -197,6 +197,7 @@ def network_settings(config: Config, arrays: Arrays) -> dict[str, Any]:
   settings = {
     "max_distance": config.get("relative_attention_max_distance", 128),
     "norm_epsilon": config.get("layer_norm_epsilon", 1e-6),
+    "scale_attn_logits": False,
     "mlp_activations": _read_activations(config, arrays),
     "logits_via_embedding": HEAD not in arrays,
     "decoder_start_token_id": padding if start is None else start,
