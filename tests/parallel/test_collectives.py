@@ -29,8 +29,8 @@ from rosetta_t5.training.optimizers.optimizer_def import replace_part
 
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 # The share of the bytes by which a plan may differ from a compiled step. The fused GPT with activations over
-# embed differs by 10.4%: XLA gathers its table, a large part of so small a network, more often than needed.
-TOLERANCE = 0.11
+# embed differs by 11.9%: XLA gathers its table, a large part of so small a network, more often than needed.
+TOLERANCE = 0.12
 
 
 def packed_rows():
