@@ -171,7 +171,7 @@ def train(
     )
     state = initializer.from_scratch(init_rng) if state is None else state
     first_step = int(jax.block_until_ready(state).step)
-  # The steps at which the run began, and to which its steps are relative; a restart finds them.
+  # The step at which the run began, and the one from which relative_steps counts; a restart finds them.
   facts["first_step"] = earlier_facts.get("first_step", first_step)
   if relative_steps:
     facts["relative_to"] = earlier_facts.get("relative_to", first_step)

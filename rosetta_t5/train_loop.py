@@ -124,8 +124,8 @@ class TrainLoop:
   def __post_init__(self) -> None:
     self._step = self.first_step
     self._seconds_waited = 0.0  # for batches, since the last report
-    # By the step whose parameters were restored. A checkpoint saved at a step of `_origins`, right after a
-    # restoration, has the parameters of the step to which it maps.
+    # How often each step was restored, and {the step at which a restoration happened: the step that it restored},
+    # whose parameters a checkpoint has that is saved right after.
     self._restorations: collections.Counter[int] = collections.Counter()
     self._origins: dict[int, int] = {}
     self._is_interrupted = False

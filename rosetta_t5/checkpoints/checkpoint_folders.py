@@ -109,9 +109,11 @@ def select_checkpoint(directory: epath.PathLike, step: int | None) -> epath.Path
   """
   steps = all_steps(directory)
   if not steps or step not in (None, *steps):
-    found = f"there are steps {', '.join(map(str, steps))}" if steps else "there are none"
-    wanted = "any step" if step is None else f"step {step}"
-    raise ValueError(f"no checkpoint of {wanted} in {directory}: {found}")
+    if not steps:
+      raise ValueError(f"there is no checkpoint in {directory}")
+    raise ValueError(
+      f"{directory} has no checkpoint of step {step}: it has {', '.join(map(str, steps))}"
+    )
   return checkpoint_path(directory, steps[-1] if step is None else step)
 
 

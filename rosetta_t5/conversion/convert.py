@@ -69,7 +69,7 @@ def convert(
 ) -> epath.Path:
   """Writes the checkpoint `source` as `destination` and returns the path of what was written.
 
-  The result gets its name only after both checkpoints have computed the same logits.
+  The result gets its name only after it has been read again and compared with the source (docs/conversion.md).
   The largest array must fit into memory; the model need not.
 
   Args:
@@ -99,7 +99,9 @@ def convert(
   adapter_checkpoints.check_base(path, fact, stored)
   if to == "peft":
     if dtype or tree or encoder_only:
-      raise ValueError("--to peft has no --dtype, --tree and --encoder-only: leave them out")
+      raise ValueError(
+        "--to peft cannot be combined with --dtype, --tree or --encoder-only: leave them out"
+      )
     return _write_adapter(path, stored, fact, destination, config, model_type)
   merged = _merge_adapter(path, stored, fact, config) if fact else stored
   arrays = _select_arrays(merged, to, dtype, tree, encoder_only)

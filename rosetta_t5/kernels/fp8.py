@@ -1,6 +1,6 @@
-"""Matrix multiplication in fp8: e4m3 in the forward pass, e5m2 for gradients, one unit per array.
+"""Matrix multiplication in fp8: e4m3 in the forward pass, e5m2 for gradients, one scale per array.
 
-The unit of an array, or of each device's part of it, comes from its own maximum ("current scaling"),
+The scale of an array, or of each device's part of it, comes from its own maximum ("current scaling"),
 so the matmul is a pure function of its operands and works in scans, with microbatches and in resumed
 runs. A GPU from Hopper on multiplies fp8 operands twice as fast as bfloat16; other devices emulate
 them. The formats are those of Micikevicius et al. (FP8 Formats for Deep Learning, 2022).
@@ -20,17 +20,17 @@ from jaxtyping import Array, Float
 FORWARD = jnp.float8_e4m3fn
 GRADIENT = jnp.float8_e5m2
 
-# Smaller numbers than fp8 can have in this unit are 0 in the product of two arrays anyway.
-_SMALLEST_UNIT = np.float32(2.0**-100)
+# A lower bound of scales, so that zeros are not divided by 0. Products of smaller numbers underflow anyway.
+_SMALLEST_SCALE = np.float32(2.0**-100)
 # Rounded to the nearest power of two, this times x is the next one that is not less than x.
 _ROUND_UP = 1.5 * (1 - 2.0**-20)
 MeshAxes = str | tuple[str, ...] | None
-# An array in fp8, and the units of its parts.
-Parts = tuple[Array, Array]
+# An array in fp8, and the scales of its parts.
+Quantized = tuple[Array, Array]
 
 
 def quantize(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], Float[Array, ""]]:
-  """Returns (x / unit in `dtype`, unit), with the smallest power of two for which all of x fits.
+  """Returns (x / scale in `dtype`, scale), with the smallest power of two for which all of x fits.
 
   Dividing by a power of two does not round. Infinities and NaN become NaN.
 
@@ -39,14 +39,13 @@ def quantize(x: Float[Array, "..."], dtype: Any) -> tuple[Float[Array, "..."], F
     dtype: an fp8 type.
   """
   x = x.astype(jnp.float32)
-  # On a GPU, the kernel that normalizes a row can find the row's maximum instead of writing the row. The
-  # kernel that ends a reduction can go on with operations that have one operand. So it computes the unit,
-  # which the other kernels and cuBLASLt then read. XLA joins reductions that start with the same number.
+  # One reduction for each row, then one over rows: on a GPU, XLA fuses the first with the kernel that computed
+  # the row, and computes the scale at the end of the second. It joins reductions that start with the same number.
   ratios = jnp.abs(x) * np.float32(_ROUND_UP / float(jnp.finfo(dtype).max))
   rows = jax.lax.reduce(ratios, np.float32(0), jax.lax.max, (x.ndim - 1,))
-  highest = jax.lax.reduce(rows, _SMALLEST_UNIT, jax.lax.max, tuple(range(rows.ndim)))
-  unit = jax.lax.reduce_precision(highest, exponent_bits=8, mantissa_bits=0)
-  return (x / unit).astype(dtype), unit
+  highest = jax.lax.reduce(rows, _SMALLEST_SCALE, jax.lax.max, tuple(range(rows.ndim)))
+  scale = jax.lax.reduce_precision(highest, exponent_bits=8, mantissa_bits=0)
+  return (x / scale).astype(dtype), scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -60,7 +59,7 @@ def fp8_matmul(
     w_IO: a kernel, whose outputs may also have several dimensions.
     split: the mesh axes over which each dimension of *N, I and the outputs is split, None where it is
       not; () for none. They must divide the dimensions. Each device's part of an array has its own
-      unit, so no device waits for the others' maxima.
+      scale, so no device waits for the others' maxima.
   """
   return _forward(x_NI, w_IO, split)[0]
 
@@ -86,26 +85,26 @@ fp8_matmul.defvjp(_forward, _backward)
 
 
 def _quantize_parts(x: Array, dtype: Any, split: tuple[MeshAxes, ...]) -> tuple[Array, Array]:
-  """Returns x in fp8 and its units; each dimension becomes two, the parts and what is in one."""
+  """Returns x in fp8 and its scales; each dimension becomes two, the parts and what is in one."""
 
   def quantize_part(part: Array) -> tuple[Array, Array]:
-    numbers, unit = quantize(part, dtype)
-    return numbers, unit.reshape((1,) * part.ndim)
+    numbers, scale = quantize(part, dtype)
+    return numbers, scale.reshape((1,) * part.ndim)
 
   quantize_all = quantize_part
   if any(split):
     spec = PartitionSpec(*split)
     quantize_all = jax.shard_map(quantize_part, in_specs=spec, out_specs=(spec, spec))
-  numbers, units = quantize_all(x)
-  parts = [(count, size // count) for count, size in zip(units.shape, x.shape, strict=True)]
+  numbers, scales = quantize_all(x)
+  parts = [(count, size // count) for count, size in zip(scales.shape, x.shape, strict=True)]
   return (
     numbers.reshape([size for pair in parts for size in pair]),
-    units.reshape([size for count in units.shape for size in (count, 1)]),
+    scales.reshape([size for count in scales.shape for size in (count, 1)]),
   )
 
 
 def _dot_of_parts(
-  a: Parts, b: Parts, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any
+  a: Quantized, b: Quantized, a_axes: tuple[int, ...], b_axes: tuple[int, ...], dtype: Any
 ) -> Array:
   """Returns the matmul, over `a_axes` and `b_axes`, of two arrays from `_quantize_parts`.
 
@@ -113,8 +112,8 @@ def _dot_of_parts(
   """
   of_parts = [2 * axis for axis in a_axes], [2 * axis for axis in b_axes]
   in_parts = [2 * axis + 1 for axis in a_axes], [2 * axis + 1 for axis in b_axes]
-  # XLA passes the numbers and the units of such products to cuBLASLt.
-  a_NI, b_IO = (numbers.astype(dtype) * units.astype(dtype) for numbers, units in (a, b))
+  # XLA passes the numbers and the scales of such products to cuBLASLt.
+  a_NI, b_IO = (numbers.astype(dtype) * scales.astype(dtype) for numbers, scales in (a, b))
   y = jax.lax.dot_general(a_NI, b_IO, (in_parts, of_parts), preferred_element_type=dtype)
   # In `dtype`, so that devices exchange numbers of that size.
   y = jax.lax.reduce(y, np.zeros((), dtype), jax.lax.add, tuple(range(len(a_axes))))

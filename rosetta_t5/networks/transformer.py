@@ -59,8 +59,8 @@ class Encoder(nn.Module):
       length = prompt_length + encoder_input_tokens.shape[1]
       positions = jnp.arange(length, dtype=jnp.int32)[None]
     visible, local = prepare(cfg.kernel, encoder_mask, cfg.windows)
-    inputs = LayerInputs(visible, local, positions=positions, deterministic=deterministic)
-    inputs = dataclasses.replace(inputs, block_ids=block_ids_of(cfg, encoder_mask))
+    options: Any = {"positions": positions, "deterministic": deterministic}
+    inputs = LayerInputs(visible, local, block_ids=block_ids_of(cfg, encoder_mask), **options)
     embedding = self.shared_embedding or make_token_embedder(cfg, "token_embedder")
     x = _embed(self, embedding, encoder_input_tokens, inputs, prompt_length)
     x = make_norm(cfg, "encoder_norm")(_run_layers(self, "encoder", x, inputs))

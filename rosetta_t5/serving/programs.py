@@ -284,7 +284,7 @@ class Programs:
       self._compiled = dict(zip(programs, compiled, strict=True))
 
   def _lengths_of(self, call: str) -> Sequence[int]:
-    # The other calls are rarer than vectors, and their programs take longer to compile.
+    # The other calls are rarer than embeddings, and their programs take longer to compile.
     return self._read_lengths if call == "embed" else self._read_lengths[-1:]
 
   def admit(self, requests: Mapping[int, Request]) -> None:

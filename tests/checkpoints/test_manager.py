@@ -254,11 +254,11 @@ def test_the_error_names_a_folder_that_cannot_be_written(setup, tmp_path):
 
 def test_the_error_for_a_missing_step_lists_the_existing_ones(setup, tmp_path):
   manager = setup.manager(tmp_path)
-  with pytest.raises(ValueError, match=r"no checkpoint of any step in .*: there are none"):
+  with pytest.raises(ValueError, match="there is no checkpoint in "):
     manager.restore()
   manager.save(setup.state(step=1))
   manager.close()
-  with pytest.raises(ValueError, match=r"no checkpoint of step 2 in .*: there are steps 1"):
+  with pytest.raises(ValueError, match="has no checkpoint of step 2: it has 1"):
     manager.restore(step=2)
 
 

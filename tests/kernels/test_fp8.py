@@ -26,13 +26,13 @@ def relative_error(got, want):
 @pytest.mark.parametrize(("dtype", "half_step"), [(FORWARD, 2**-4), (GRADIENT, 2**-3)])
 def test_values_are_rounded_to_the_nearest_fp8_number_at_every_scale(factor, dtype, half_step):
   x = np.linspace(1 / 64, 1, 200, dtype=np.float32) * np.float32(factor)
-  quantized, unit = quantize(jnp.asarray(x), dtype)
+  quantized, scale = quantize(jnp.asarray(x), dtype)
   assert quantized.dtype == dtype
-  assert np.log2(float(unit)) % 1 == 0
+  assert np.log2(float(scale)) % 1 == 0
   highest = float(jnp.max(quantized.astype(jnp.float32)))
   largest = float(jnp.finfo(dtype).max)
   assert largest / 2 * (1 - half_step) <= highest <= largest
-  back = np.asarray(quantized.astype(jnp.float32)) * float(unit)
+  back = np.asarray(quantized.astype(jnp.float32)) * float(scale)
   assert np.max(np.abs(back - x) / x) <= half_step * 1.001
 
 
@@ -57,11 +57,11 @@ def test_matmul_and_gradients_equal_float32_up_to_rounding(dtype):
     assert 0.01 < relative_error(got, want) < 0.07
 
 
-def test_numbers_that_just_fit_in_a_unit_use_its_whole_range():
+def test_numbers_that_just_fit_use_the_whole_range_of_a_scale():
   for dtype, largest in ((FORWARD, 448.0), (GRADIENT, 57344.0)):
     for power in (-3, 0, 4):
-      quantized, unit = quantize(jnp.array([largest * 2.0**power, 1.0]), dtype)
-      assert float(unit) == 2.0**power
+      quantized, scale = quantize(jnp.array([largest * 2.0**power, 1.0]), dtype)
+      assert float(scale) == 2.0**power
       assert float(quantized[0]) == largest
       _, larger = quantize(jnp.array([largest * 2.0**power * 1.001]), dtype)
       assert float(larger) == 2.0 ** (power + 1)
@@ -98,8 +98,8 @@ def mesh():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mesh")
-def test_each_part_of_an_array_has_its_own_unit():
-  # With one unit for all parts, e4m3 would round the small ones to zero.
+def test_each_part_of_an_array_has_its_own_scale():
+  # With one scale for all parts, e4m3 would round the small ones to zero.
   parts, split = (2, 2, 2), ("a", "b", "c")
   rows, inner, outputs = (
     np.repeat(10.0 ** -np.arange(0, 4 * count, 4, dtype=np.float32), size // count)

@@ -134,7 +134,7 @@ def elementwise(function: Callable[..., np.ndarray], *arrays: StoredArray) -> St
 
 
 def scale(array: StoredArray, factor: float) -> StoredArray:
-  """Returns the array times `factor`, computed in float64 and rounded once to the array's dtype."""
+  """Returns the array times `factor`, computed in float64 and converted to the array's dtype."""
   return elementwise(lambda x: x.astype(np.float64) * factor, array)
 
 
@@ -156,7 +156,7 @@ def stack(arrays: Sequence[StoredArray], axis: int) -> StoredArray:
     inner = index[:axis] + index[axis + 1 :]
     return np.stack([array.read(inner) for array in arrays[index[axis]]], axis)
 
-  return arrays[0].derive(shape, read)
+  return StoredArray(shape, arrays[0].dtype, read, all(array.sliceable for array in arrays))
 
 
 def repeat(array: StoredArray, count: int) -> StoredArray:
@@ -221,7 +221,7 @@ def start_device_transfer(
 
   def read(index: Index) -> np.ndarray:
     part = array.read(index) if whole is None else whole.result()[index]
-    # Devices may keep using the memory, so each part is a contiguous array of its own.
+    # Devices may keep using the memory, so each part is contiguous.
     return np.ascontiguousarray(part).reshape(part.shape)
 
   # Python's slices are not hashable before version 3.12.

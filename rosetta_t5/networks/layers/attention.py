@@ -49,7 +49,7 @@ class MultiHeadDotProductAttention(nn.Module):
     num_heads: the number of heads.
     head_dim: the size of one head.
     dtype: the type of the computation.
-    dropout_rate: dropout of the attention weights; all queries, and all heads that share keys, drop the same.
+    dropout_rate: dropout of the attention weights; all queries, and the heads that share keys, drop the same keys.
     kernel_init: initializer of the four kernels; see `query_divisor`.
     float32_logits: whether logits and softmax are float32 whatever `dtype` is.
     scale_attn_logits: whether the input of the query projection is divided by √head_dim as well.
@@ -138,7 +138,9 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.query_divisor is not None:
       q_BTHK = q_BTHK / jnp.asarray(self.query_divisor, q_BTHK.dtype)
     if self.rope is not None:
-      assert positions is not None  # the stack of layers counts them if a layer has such positions
+      assert (
+        positions is not None
+      )  # Encoder and Decoder set them unless config.positions is 'relative'
       q_BTHK, keys = (apply_rotary(x, positions, self.rope) for x in (q_BTHK, keys))
     if mode is AttentionMode.CREATE_CACHE:
       # A local layer's cache has the positions of its window; T5's bias needs all of them.
@@ -193,7 +195,7 @@ class MultiHeadDotProductAttention(nn.Module):
 
     In a decoding step, the keys and values of encoded inputs are precomputed, and in the cache's layout.
     """
-    make: Callable[[str], Any] = self.make_head_norm or (lambda name: lambda x: x)
+    make: Callable[[str], Any] = self.make_head_norm or (lambda _: lambda x: x)
     query_norm, key_norm = make("query_norm"), make("key_norm")
     # T5X rounds √head_dim to `dtype`, and the rounded value is part of the initial parameters.
     depth_scale = jnp.sqrt(self.head_dim).astype(self.dtype)
@@ -201,9 +203,9 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.fuse_qkv_params:
       is_same_input = inputs_q is inputs_kv and self.kv_heads == self.num_heads
       fused = ("query", "key", "value") if is_same_input else ("key", "value")
-    # Dividing the kernel is cheaper than dividing the input. A power of two gives the same numbers.
-    is_power_of_two = math.log2(self.head_dim) % 2 == 0
-    divides_kernel = self.scale_attn_logits and (is_power_of_two or "query" in fused)
+    # Dividing the kernel is cheaper than dividing the input. If √head_dim is a power of two, the numbers are equal.
+    is_exact = math.log2(self.head_dim) % 2 == 0
+    divides_kernel = self.scale_attn_logits and (is_exact or "query" in fused)
     query, key, value = self._projections(depth_scale, divides_kernel, fused)
     divides_input = self.scale_attn_logits and not divides_kernel
     scaled_q = inputs_q / depth_scale if divides_input else inputs_q

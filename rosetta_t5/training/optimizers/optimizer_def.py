@@ -65,7 +65,7 @@ class StepLoss(NamedTuple):
   Attributes:
     value: the loss of the batch.
     of_first_microbatch: (parameters, further variable collections = None) → the loss of the first
-      microbatch, with the dropout of the step.
+      microbatch. Its dropout is that of the step if there are no others.
     num_microbatches: the number of microbatches, over which the loss is summed.
   """
 
