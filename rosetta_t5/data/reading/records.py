@@ -129,20 +129,17 @@ def _table_records(path: str, options: ReadOptions) -> Iterator[Located]:
       except StopIteration:
         return
       except csv.Error as error:
+        reason = f"quotes in the wrong place ({error}); a quote in a quoted field must be doubled"
         # A field whose quote is never closed extends to the end of the file, or to the limit.
         if is_quoted and re.search("end of data|field larger", str(error)):
-          raise UnclearTableError(
-            f"{path}, line {line}: this row opens a quote that is never closed, so the rest of the file "
-            "cannot be read. Correct the row, or set data.file_task.quoted = False if quotes are ordinary "
-            "characters"
-          ) from error
-        if not columns:
-          raise UnclearTableError(
-            f"{path}, line {line}: the header is damaged ({error})"
-          ) from error
-        row = []
-        reason = f"quotes in the wrong place ({error})"
-        yield line, f"{reason}; a quote in a quoted field must be doubled"
+          reason = (
+            "this row opens a quote that is never closed, so the rest of the file cannot be read. Correct "
+            "the row, or set data.file_task.quoted = False if quotes are ordinary characters"
+          )
+        elif columns:
+          yield line, reason
+          continue
+        raise UnclearTableError(f"{path}, line {line}: {reason}") from error
       if not columns:
         columns = row
         if twice := [name for name in columns if name and columns.count(name) > 1]:

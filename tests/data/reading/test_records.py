@@ -213,7 +213,7 @@ def test_a_quote_in_the_wrong_place_of_a_csv_file_makes_its_row_bad(tmp_path: pa
   [
     ('id,text\n1,"a\nb"\n2,"c\n3,d\n', r"a\.csv, line 4: this row opens a quote .* never closed"),
     ('id,text\n1,"' + "x" * (65 << 20), r"a\.csv, line 2: this row opens a quote .* never closed"),
-    ('id,"text" of\n1,a\n', r"a\.csv, line 1: the header is damaged \(',' expected"),
+    ('id,"text" of\n1,a\n', r"a\.csv, line 1: quotes in the wrong place \(',' expected"),
   ],
 )
 def test_a_csv_file_with_an_unclosed_quote_or_a_damaged_header_is_refused(
