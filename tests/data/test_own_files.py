@@ -13,7 +13,14 @@ import pytest
 
 from rosetta_t5.config.language.statements import read_program
 from rosetta_t5.config.t5x_surface import RECIPES
-from rosetta_t5.data import DatasetConfig, file_task, get_dataset, mixture, prepare_train_iter
+from rosetta_t5.data import (
+  DatasetConfig,
+  file_task,
+  get_dataset,
+  mixture,
+  prepare_train_iter,
+  task_on_rows,
+)
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.parallel.partitioner import PjitPartitioner
@@ -282,6 +289,30 @@ def test_the_same_arguments_give_the_same_task_and_other_arguments_under_its_nam
   file_task(pattern, vocabulary=vocabulary, name="mine")
   with pytest.raises(ValueError, match="task 'mine' already exists with other arguments"):
     file_task(pattern, vocabulary=vocabulary, name="mine", text="title")
+
+
+@pytest.mark.parametrize("held_out", ["1.jsonl", "*1.jsonl", "linked.jsonl"])
+def test_a_file_to_train_on_is_not_one_of_those_for_validation(
+  pattern: str, vocabulary: Any, tmp_path: pathlib.Path, held_out: str
+) -> None:
+  (tmp_path / "linked.jsonl").symlink_to("1.jsonl")
+  files = [pattern.replace("*", n) for n in "01"]
+  error = r"/1\.jsonl is in the files to train on \(files; .* \(validation_files; "
+  with pytest.raises(ValueError, match=error):
+    file_task(files, vocabulary=vocabulary, validation_files=str(tmp_path / held_out))
+  file_task(files, vocabulary=vocabulary, validation_files=files)
+
+
+def test_rows_of_files_in_other_folders_have_other_names(
+  vocabulary: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  for folder in ("here/data", "data"):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / "x.csv").write_text("inputs,targets\na,b\n")
+  monkeypatch.chdir("here")
+  names = [task_on_rows([f"{x}data/x.csv"], None, vocabulary, {}) for x in ("", "../")]
+  assert names[0] == "data_x.csv" != names[1]
 
 
 @pytest.mark.parametrize(

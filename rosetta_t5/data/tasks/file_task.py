@@ -57,8 +57,9 @@ def file_task(
     text: the column with the text, or a template such as "{title} {body}".
     inputs: for seq2seq, the column or template of the inputs, such as "question: {question}".
     targets: for seq2seq, the column or template of the targets.
-    validation_files: file patterns of the validation split. If None, `validation_percent` of the
-      examples, chosen by the hash of their text, are the validation split and not in "train".
+    validation_files: file patterns of the validation split: other files, or exactly the same. If None,
+      `validation_percent` of the examples, chosen by the hash of their text, are the validation split and
+      not in "train".
     validation_percent: the size of that split.
     format: "text", "jsonl", "csv", "tsv", "parquet" or "arrow", for files whose names do not show it.
     columns: the column names of csv and tsv files that have no header line.
@@ -72,7 +73,8 @@ def file_task(
       of None means one span at the end; None for the seven of the paper. See gin/runs/ul2.
 
   Raises:
-    ValueError: no file matches, an argument has an unknown value, or `name` belongs to another task.
+    ValueError: no file matches, only some files are in both splits, an argument has an unknown value, or
+      `name` belongs to another task.
   """
   # This must be the first statement: locals() are the arguments. Without denoisers, tasks keep the names
   # that they had before the argument existed.
@@ -150,6 +152,13 @@ def file_source(
 
   train = reading.find_files(files)
   validation = reading.find_files(validation_files) if validation_files else train
+  trained, held_out = (set(map(os.path.realpath, paths)) for paths in (train, validation))
+  # The same files for both are meant: all rows are evaluated.
+  if trained != held_out and (both := trained & held_out):
+    raise ValueError(
+      f"{min(both)} is in the files to train on (files; DATA of finetune) and in those of the evaluation "
+      "(validation_files; --eval of finetune): leave it out of one of them"
+    )
   splits = {"train": (train, reader(False)), "validation": (validation, reader(True))}
   return FileSource(splits, names)
 
@@ -179,7 +188,9 @@ def task_on_rows(
     options |= {"objective": "seq2seq", "metrics": metrics, **columns, **given}
   else:
     options |= {"objective": arguments["objective"], "text": columns["targets"]}
-  name = "_".join(re.sub(r"[^\w.]+", "_", os.path.relpath(file)).strip("_.") for file in files)[:80]
+  # Outside this folder the absolute path is used: "../data/x" and "data/x" are different files.
+  paths = (os.path.abspath(x) if ".." in os.path.relpath(x) else os.path.relpath(x) for x in files)
+  name = "_".join(re.sub(r"[^\w.]+", "_", path).strip("_.") for path in paths)[-80:]
   files = list(files)
   return file_task(files, validation_files=files, vocabulary=vocabulary, name=name, **options)
 
