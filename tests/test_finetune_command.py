@@ -145,6 +145,22 @@ def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_continues_with_the_losses_of_an_undisturbed_one(finished, tmp_path):
+  _, folder, _ = finished
+  flags = (f"--gin_file={folder / 'finetune.gin'}", f"--gin.MODEL_DIR={str(tmp_path / 'part')!r}")
+  for end in (("--gin.TRAIN_STEPS=4",), ()):
+    status, _, errors = call("train", *flags, *end)
+    assert status == 0, errors
+  name = "loss_per_nonpadding_target_token"
+  whole, parts = (
+    {step: values[name] for step, values in logged(x).items() if name in values}
+    for x in (folder, tmp_path / "part")
+  )
+  assert max(whole) > 4
+  assert whole == parts
+
+
+@pytest.mark.slow
 def test_the_same_command_continues_and_other_settings_are_refused(finished):
   arguments, folder, _ = finished
   before = (folder / "finetune.gin").read_text()

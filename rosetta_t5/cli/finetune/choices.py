@@ -180,6 +180,7 @@ def evaluation_choices(monitor: Monitor, rows: int | None, batch: int, period: i
     Choice("EVAL_STEPS", math.ceil(min(rows or _PREDICTED, _PREDICTED) / batch), "for the loss"),
     Choice("train_script.train.concurrent_metrics", False, "known before the next checkpoint"),
     Choice("utils.SaveCheckpointConfig.period", period, "after each evaluation"),
+    Choice("utils.SaveCheckpointConfig.save_dataset", True, "a restart continues exactly"),
     Choice("utils.SaveCheckpointConfig.keep", 1, f"the best by {monitor.name}, and the latest"),
     Choice("utils.SaveCheckpointConfig.checkpointer_cls", Code(f"@{best}")),
     Choice(f"{best}.metric_name_to_monitor", f"{monitor.folder}/{monitor.name}"),
