@@ -1,5 +1,6 @@
 """Functions that calculate values inside gin files."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -45,16 +46,17 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: Positive | None = None) 
     batch_size: the number of examples of a step; None for the run's BATCH_SIZE.
 
   Raises:
-    ValueError: `samples` is not an integer or is less than one batch, or BATCH_SIZE is not a number.
+    ValueError: `samples` is not an integer or is less than one batch, or the batch size is not a positive integer.
   """
   scope = "/".join([*gin.current_scope(), "gin_utils.steps_of"])
   if batch_size is None:
-    try:
-      batch_size = int(gin.get_configurable("BATCH_SIZE/gin.macro")())
-    except TypeError as error:
-      raise ValueError(
-        f"{scope} needs a number as BATCH_SIZE: set BATCH_SIZE or {scope}.batch_size"
-      ) from error
+    with contextlib.suppress(TypeError):  # BATCH_SIZE is not set
+      batch_size = gin.get_configurable("BATCH_SIZE/gin.macro")()
+  if not isinstance(batch_size, int) or batch_size < 1:
+    raise ValueError(
+      f"{scope} needs an integer of at least 1 as the batch size, got {batch_size!r}: set BATCH_SIZE or "
+      f"{scope}.batch_size"
+    )
   is_number = isinstance(samples, int | float) and math.isfinite(samples)
   if not is_number or samples != int(samples) or samples < batch_size:
     raise ValueError(

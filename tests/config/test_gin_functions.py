@@ -70,9 +70,14 @@ def test_samples_that_make_less_than_one_step_are_refused(run, samples):
     run(IN_SAMPLES, f"total/gin_utils.steps_of.samples = {samples}")
 
 
-def test_samples_need_a_batch_size(run):
-  text = IN_SAMPLES.replace("BATCH_SIZE = 128", "").replace("%BATCH_SIZE", "1")
-  with pytest.raises(ValueError, match=r"set BATCH_SIZE or total/gin_utils.steps_of.batch_size"):
+@pytest.mark.parametrize("batch_size", ["None", "'8x'", "0", "8.7"])
+def test_samples_need_a_batch_size(run, batch_size):
+  line = f"BATCH_SIZE = {batch_size}" if batch_size != "None" else ""
+  text = IN_SAMPLES.replace("BATCH_SIZE = 128", line).replace("%BATCH_SIZE", "1")
+  error = (
+    rf"of at least 1 as the batch size, got {batch_size}: set BATCH_SIZE or total/gin_utils.steps"
+  )
+  with pytest.raises(ValueError, match=error):
     run(text)
 
 
