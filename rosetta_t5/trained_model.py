@@ -203,7 +203,7 @@ def _read_gin(
     argv = ["rosetta-t5", f"--gin_file={file}", *flags]
     recipe = config.run_from_command_line(train, argv)
     command = parse_command_line(argv)
-    if used is not None and command.gin_bindings:  # A folder's notes are printed when it is read.
+    if used is not None and command.gin_bindings:
       _check_flags_are_used(command.read_program(), used)
   lengths = recipe["train_dataset_cfg"].task_feature_lengths
   names = recipe if trust else [name for name in ARGUMENTS if name in recipe]

@@ -1,6 +1,7 @@
 """Reads gin files as statements with their file and line. Nothing that they name is imported."""
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import tokenize
@@ -14,6 +15,7 @@ from rosetta_t5.config.t5x_surface import find_gin_file
 from rosetta_t5.user_errors import ConfigError, Problems
 
 COMMAND_LINE = "the command line"
+_print_once = functools.cache(terminal.print_line)  # A run reads its gin files several times.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +233,7 @@ def _read_folder(path: pathlib.Path) -> str:
   except ValueError as error:
     raise ConfigError(str(error)) from error
   for note in notes:
-    terminal.print_line(f"note: {path.name}: {note}", sys.stderr)
+    _print_once(f"note: {path.name}: {note}", sys.stderr)
   return text
 
 
