@@ -404,6 +404,12 @@ def test_a_mistake_in_the_data_is_reported_before_the_model_is_read(
 
 
 @pytest.mark.slow
+def test_a_model_in_the_place_of_the_data_is_an_error_that_says_so(given, tmp_path):
+  status, _, errors = call("finetune", given / "rows.csv", given / "model", "--out", tmp_path)
+  assert status == 2
+  assert f"DATA {given / 'model'} is the folder of a model: give it first, as MODEL" in errors
+
+
 def test_a_model_of_the_hub_is_downloaded_once_and_a_wrong_name_is_reported(given, tmp_path):
   def finetune(model, out, **environment):
     # The library reads its settings when it is imported.

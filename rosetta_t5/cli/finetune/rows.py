@@ -159,6 +159,8 @@ def open_data(options: argparse.Namespace) -> Files | Tasks:
   Raises:
     ValueError: they cannot be read; see `Files` and `Tasks`.
   """
+  if models := [name for name in options.data if pathlib.Path(name, "config.json").exists()]:
+    raise ConfigError(f"DATA {models[0]} is the folder of a model: give it first, as MODEL")
   is_task = [re.fullmatch(r"\w+", name) and not glob.glob(name) for name in options.data]
   # Other tasks than the known ones are registered later.
   has_columns = any(getattr(options, name) for name in _OF_FILES)
