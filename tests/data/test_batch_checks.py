@@ -34,7 +34,7 @@ def test_an_id_outside_the_vocabulary_is_refused_with_its_location(
   assert str(caught.value) == (
     f"the task 'a' has the value {shown} in {name} (row 1, position 1 of a batch): it must be from 0 to "
     "383, because the model's vocabulary has 384 ids (its network's vocab_size). Correct the task's "
-    "vocabulary (-1 is the id of a piece that it lacks, mostly the end token) or its preprocessors"
+    "vocabulary (-1 is the id of a piece that it lacks, usually the end token) or its preprocessors"
   )
 
 

@@ -203,7 +203,7 @@ def test_an_empty_shard_is_refused(
 def test_continuing_from_the_last_checkpoint_is_refused(
   add_task: Callable[..., str], config: Config, converter: Any
 ) -> None:
-  with pytest.raises(ValueError, match=r"restore_dataset = True"):
+  with pytest.raises(ValueError, match=r"SaveCheckpointConfig.save_dataset = True"):
     get_dataset(config(add_task(LINES)), 0, 1, converter, continue_from_last_checkpoint=True)
 
 

@@ -215,6 +215,16 @@ def test_a_generator_cannot_go_back_to_an_earlier_batch(tmp_path: pathlib.Path) 
     data.restore(tmp_path / "position")
 
 
+def test_a_position_beyond_the_end_of_the_data_is_refused_with_both_numbers(
+  tmp_path: pathlib.Path,
+) -> None:
+  data = as_batch_iterator(counting(5))
+  list(data)
+  data.save(tmp_path / "position")
+  with pytest.raises(ValueError, match=r"is after 5 batches, but the training data has only 3"):
+    as_batch_iterator(counting(3)).restore(tmp_path / "position")
+
+
 def test_reset_keeps_a_batch_that_was_read_for_its_shapes() -> None:
   data = as_batch_iterator(counting())
   assert data.element_spec

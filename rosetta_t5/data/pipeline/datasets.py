@@ -44,8 +44,8 @@ def get_dataset(
     num_shards: the number of shards; each example is in exactly one.
     feature_converter_cls: called with `pack` and `use_custom_packing_ops`.
     num_epochs: the number of passes over the data; None repeats it forever.
-    continue_from_last_checkpoint: must be False. It exists for users' own dataset functions; this one
-      is restored with `RestoreCheckpointConfig.restore_dataset`.
+    continue_from_last_checkpoint: must be False. It exists for users' own dataset functions; a restart
+      restores this one if `SaveCheckpointConfig.save_dataset` is set.
 
   Raises:
     ValueError: the task, its split or its features do not exist, the batch size is not a multiple of
@@ -53,7 +53,7 @@ def get_dataset(
   """
   if continue_from_last_checkpoint:
     raise ValueError(
-      "To continue from the last checkpoint, set utils.RestoreCheckpointConfig.restore_dataset = True"
+      "To continue from the last checkpoint, set utils.SaveCheckpointConfig.save_dataset = True"
     )
   _check_batch_size(cfg, num_shards)
   seed = dataset_config.resolve_seed(cfg)
@@ -155,8 +155,8 @@ def _check_batch_size(cfg: DatasetConfig, num_shards: int) -> None:
 def _check_not_empty(cfg: DatasetConfig, provider: Any, shard: seqio.ShardInfo) -> None:
   """Checks that this shard of every task has an example.
 
-  Training repeats its data forever, so a task that filters out all its examples would never end. One
-  unshuffled pass is therefore read up to its first example.
+  Training repeats its data forever, so reading a task whose examples are all filtered out would never
+  end. One unshuffled pass is therefore read up to its first example.
 
   Raises:
     ValueError: this shard of a task has no example, or a file is damaged.
@@ -250,12 +250,19 @@ class IterableBatches(dataset_iterator.DatasetIterator):
     epath.Path(filename).write_text(json.dumps({"drawn": self._drawn}))
 
   def restore(self, filename: epath.PathLike) -> None:
-    """Continues after the saved number of batches, which are read and dropped."""
+    """Continues after the saved number of batches, which are read and dropped.
+
+    Raises:
+      ValueError: there are fewer batches than that.
+    """
     saved = json.loads(epath.Path(filename).read_text())["drawn"]
     if saved < self._drawn:
       self.reset()
-    for _ in range(saved - self._drawn):
-      next(self)
+    while self._drawn < saved:
+      if next(self, None) is None:
+        raise ValueError(
+          f"the saved position is after {saved} batches, but the training data has only {self._drawn}"
+        )
 
 
 def token_limit(model: Any) -> int | None:
@@ -290,7 +297,7 @@ def check_ids(batch: HostBatch, data: str, vocab_size: int | None) -> None:
     raise ValueError(
       f"{data} has the value {values[(row, *column)]} in {name} ({at} of a batch): it must be from {low} "
       f"to {high}, because {reason}. Correct the task's vocabulary (-1 is the id of a piece that it "
-      "lacks, mostly the end token) or its preprocessors"
+      "lacks, usually the end token) or its preprocessors"
     )
 
 
