@@ -121,6 +121,8 @@ def test_a_closed_pipe_ends_a_verb_silently_with_the_status_of_sigpipe(verb, mon
       "folder exists, and models may have been trained",
     ),
     ("inspect task --lengths inputs", 2, "must be like inputs=512,targets=128, got 'inputs'"),
+    ("inspect no/*.jsonl", 1, "There is no file 'no/*.jsonl'"),
+    ("inspect texd.txt", 1, "There is no file 'texd.txt' (did you mean 'text.txt'?)"),
     ("prepare --input text.txt --vocab empty --out new", 1, "empty is not a SentencePiece model"),
     ("prepare --validation-percent nan", 2, "must be a number from 0 to 100, got 'nan'"),
     ("check empty", 2, "the gin files configure no run"),

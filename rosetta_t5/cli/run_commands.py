@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -241,6 +242,7 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   from rosetta_t5.data import file_task
   from rosetta_t5.data.prepared import prepared_task
   from rosetta_t5.data.prepared.shards import MANIFEST
+  from rosetta_t5.data.reading.files import FORMATS
   from rosetta_t5.data.tensorflow_import import import_seqio
   from rosetta_t5.trained_model import read_run
 
@@ -258,7 +260,8 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   if any(os.path.exists(os.path.join(first, name)) for name in ("model.json", "config.gin")):
     cfg = read_run(first, options.flags, options.trust)[0]["train_dataset_cfg"]
     return {name: getattr(cfg, name) for name in (*_MACROS, "use_cached")}
-  if not os.path.exists(first):
+  suffixes = {*pathlib.PurePath(first).suffixes} & {*itertools.chain(*FORMATS.values())}
+  if not (os.path.exists(first) or "*" in first or "/" in first or suffixes):
     return {"mixture_or_task_name": first}
   how: dict[str, Any] = {"text": options.text}
   if options.inputs or options.targets:
