@@ -1,6 +1,7 @@
 """An evaluation, from top to bottom: data, checkpoints, the metrics of each, and a table."""
 
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -162,7 +163,7 @@ def evaluate_loss(
   opened: OpenedModel,
   dataset_cfg: data.DatasetConfig,
   trainer_cls: Callable[..., Any],
-  num_batches: int,
+  num_batches: int | None,
   output_dir: str,
 ) -> dict[int, Values]:
   """Evaluates the loss of one checkpoint, and prints it.
@@ -171,7 +172,7 @@ def evaluate_loss(
     opened: the model with its parameters.
     dataset_cfg: the task or mixture, its split, its feature lengths and the batch size.
     trainer_cls: computes the loss, such as `training.Trainer`.
-    num_batches: the number of batches.
+    num_batches: the number of batches; None for all examples of the split.
     output_dir: the folder for TensorBoard's files.
 
   Returns:
@@ -181,16 +182,15 @@ def evaluate_loss(
     ValueError: the data cannot be read with these feature lengths and this batch size.
   """
   check_output_dir("--output_dir", output_dir)
-  evaluation = LossEvaluation(
-    dataset_cfg, data.get_training_eval_datasets, num_batches, opened.model, opened.partitioner
-  )
+  get_data = functools.partial(data.get_training_eval_datasets, eval_steps=num_batches)
+  evaluation = LossEvaluation(dataset_cfg, get_data, num_batches, opened.model, opened.partitioner)
   trainer = _make_trainer(trainer_cls, evaluation, opened.state_axes, output_dir)
   trainer.train_state = opened.state
   values = evaluation.run(trainer)
   trainer.close()
   step = int(opened.state.step)
   per_token = METRIC_PER_TOKEN.get(opened.model.loss_normalizing_factor, "")
-  terminal.print_line(f"data     {num_batches} batches of the split '{dataset_cfg.split}'")
+  terminal.print_line(f"data     {num_batches or 'all'} batches of the split '{dataset_cfg.split}'")
   console.Progress(step, step, loss_per_token=per_token).report_evaluation(step, values)
   terminal.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
   return {step: values}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import gin
 import numpy as np
@@ -114,6 +116,35 @@ def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
   with pytest.raises(SystemExit):
     cli.main(["eval", *options[:-1], "other.csv", "--inputs", "{a}", "--targets", "c"])
   assert "no column 'c' among 'a', 'b'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_file_does_not_depend_on_the_batch_size(
+  model_dir, tmp_path, capsys, isolated_registries
+):
+  run, rows = tmp_path / "run", tmp_path / "rows.txt"
+  shutil.copytree(model_dir, run)
+  rows.write_text("".join(f"a text {n**5}\n" for n in range(17)))
+  task = f"""
+data.file_task.files = '{rows}'
+data.file_task.objective = 'prefix_lm'
+data.file_task.vocabulary = @seqio.ByteVocabulary()
+data.file_task.validation_percent = 0
+"""
+  config = CONFIG.replace("'judged_pairs'", "@data.file_task()") + task
+  (run / "config.gin").write_text(
+    config.replace(
+      "import tiny_tasks", "import seqio\nimport tiny_tasks\nfrom rosetta_t5 import data"
+    )
+  )
+  losses = set()
+  for size in ("8", "16"):
+    options = ["--batch_size", size, "--output_dir", str(tmp_path / size), "--trust"]
+    assert cli.main(["eval", "--model_dir", str(run), "--file", str(rows), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "all batches of the split" in shown
+    losses.add(re.search(r"loss \S+", shown)[0])
+  assert len(losses) == 1
 
 
 @pytest.mark.slow

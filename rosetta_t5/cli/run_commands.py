@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import functools
 import importlib
-import itertools
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -121,7 +120,8 @@ def _eval(options: argparse.Namespace) -> int:
 
   run, restore_cfg = read_run(options.model_dir, options.flags, options.trust)
   cfg = _dataset_cfg(run, options, _DATA)
-  folder, batches = cfg.split, int(run.get("eval_steps") or 0)
+  folder = cfg.split
+  batches: int | None = None  # all, if there are files
   if options.file is not None:
     like = data.find_task_or_mixture(cfg) if cfg.name else None
     columns = {name: getattr(options, name) for name in ("inputs", "targets", "metrics")}
@@ -143,10 +143,7 @@ def _eval(options: argparse.Namespace) -> int:
     )
     return 0
   if options.file is None:
-    cfg = _dataset_cfg(run, options, _DATA[1:])
-  else:
-    rows = data.find_task_or_mixture(cfg).get_dataset(lengths, split=cfg.split, shuffle=False)
-    batches = -(-sum(1 for _ in rows) // cfg.batch_size)
+    cfg, batches = _dataset_cfg(run, options, _DATA[1:]), run.get("eval_steps") or None
   trainer_cls = run.get("trainer_cls") or Trainer
   eval.evaluate_loss(open_checkpoint(run, restore_cfg), cfg, trainer_cls, batches, output_dir)
   return 0
@@ -260,7 +257,7 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   if any(os.path.exists(os.path.join(first, name)) for name in ("model.json", "config.gin")):
     cfg = read_run(first, options.flags, options.trust)[0]["train_dataset_cfg"]
     return {name: getattr(cfg, name) for name in (*_MACROS, "use_cached")}
-  suffixes = {*pathlib.PurePath(first).suffixes} & {*itertools.chain(*FORMATS.values())}
+  suffixes = {*pathlib.PurePath(first).suffixes} & {*sum(FORMATS.values(), ())}
   if not (os.path.exists(first) or "*" in first or "/" in first or suffixes):
     return {"mixture_or_task_name": first}
   how: dict[str, Any] = {"text": options.text}

@@ -54,8 +54,7 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: Positive | None = None) 
       batch_size = gin.get_configurable("BATCH_SIZE/gin.macro")()
   if not isinstance(batch_size, int) or batch_size < 1:
     raise ValueError(
-      f"{scope} needs an integer of at least 1 as the batch size, got {batch_size!r}: set BATCH_SIZE or "
-      f"{scope}.batch_size"
+      f"BATCH_SIZE or {scope}.batch_size must be a positive integer, got {batch_size!r}"
     )
   is_number = isinstance(samples, int | float) and math.isfinite(samples)
   if not is_number or samples != int(samples) or samples < batch_size:

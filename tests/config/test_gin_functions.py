@@ -74,9 +74,7 @@ def test_samples_that_make_less_than_one_step_are_refused(run, samples):
 def test_samples_need_a_batch_size(run, batch_size):
   line = f"BATCH_SIZE = {batch_size}" if batch_size != "None" else ""
   text = IN_SAMPLES.replace("BATCH_SIZE = 128", line).replace("%BATCH_SIZE", "1")
-  error = (
-    rf"of at least 1 as the batch size, got {batch_size}: set BATCH_SIZE or total/gin_utils.steps"
-  )
+  error = rf"BATCH_SIZE or total/\S+\.batch_size must be a positive integer, got {batch_size}"
   with pytest.raises(ValueError, match=error):
     run(text)
 

@@ -216,6 +216,18 @@ def test_evaluation_repeats_short_data_up_to_its_steps(
   assert texts(datasets[name]) == (LINES[:3] * 7)[:20]
 
 
+def test_an_evaluation_of_all_examples_completes_the_last_batch_with_examples_without_loss(
+  add_task: Callable[..., str], config: Config, converter: Any
+) -> None:
+  cfg = config(add_task(LINES, validation=LINES[:5]), split="validation")
+  (whole,) = get_training_eval_datasets(cfg, 0, 1, None, converter).values()
+  assert texts(whole) == [*LINES[:5], "", "", ""]
+  for number in range(2):
+    (share,) = get_training_eval_datasets(cfg, number, 2, None, converter).values()
+    weights = [batch["decoder_loss_weights"].any(1).tolist() for batch in share.as_numpy_iterator()]
+    assert weights == [[True, True], [number == 0, False]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_shards_of_an_evaluation_together_have_the_batches_of_one(

@@ -96,7 +96,7 @@ def get_training_eval_datasets(
   cfg: DatasetConfig,
   shard_id: int,
   num_shards: int,
-  eval_steps: int,
+  eval_steps: int | None,
   feature_converter_cls: FeatureConverterFactory,
   deterministic: bool = False,
   model_dir: str | None = None,
@@ -105,13 +105,15 @@ def get_training_eval_datasets(
   """Returns `eval_steps` batches of a task, or of a mixture and each of its tasks, by name.
 
   As in T5X, the batches are the same for any number of shards: each shard reads all examples and
-  keeps its own. Too few examples are repeated. Tasks without the split are left out.
+  keeps its own. Too few examples are repeated. Tasks without the split are left out. Without
+  `eval_steps`, all examples are read once (those of a mixture until one of its tasks ends), and empty
+  ones, which have no loss, complete the last batch.
 
   Args:
     cfg: the dataset; its `mixture_or_task_name` may be a mixture.
     shard_id: the shard to read.
     num_shards: the number of shards.
-    eval_steps: the number of batches.
+    eval_steps: the number of batches; None for as many as the split has.
     feature_converter_cls: see `get_dataset`.
     deterministic: must be False; T5X's deterministic tasks are not supported.
     model_dir: ignored, because T5X uses it only for deterministic tasks.
@@ -125,17 +127,21 @@ def get_training_eval_datasets(
     raise ValueError("get_training_eval_datasets cannot use deterministic=True: leave it False")
   _check_batch_size(cfg, num_shards)
   if isinstance(prepared := cfg.mixture_or_task_name, PreparedTask):
-    return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps)}
+    return {cfg.name: prepared.eval_batches(cfg, shard_id, num_shards, eval_steps or _INT32.max)}
   provider = dataset_config.find_checked_task(cfg)
   _check_not_empty(cfg, provider, seqio.ShardInfo(0, 1))
 
   def batches(name: Any) -> tf.data.Dataset:
     one = dataclasses.replace(cfg, mixture_or_task_name=name, batch_size=1)
     # Reading must end even if the task filters out all examples, so the passes are limited.
-    passes = eval_steps * cfg.batch_size
-    examples = get_dataset(one, 0, 1, feature_converter_cls, num_epochs=passes)
-    rows = examples.unbatch().repeat().shard(num_shards, shard_id)
-    dataset = rows.batch(cfg.batch_size // num_shards, drop_remainder=True).take(eval_steps)
+    passes = 1 if eval_steps is None else eval_steps * cfg.batch_size
+    examples = get_dataset(one, 0, 1, feature_converter_cls, num_epochs=passes).unbatch()
+    rows = examples.repeat().take(passes)
+    if eval_steps is None:
+      empty = examples.map(lambda row: {name: tf.zeros_like(x) for name, x in row.items()})
+      rows = examples.concatenate(empty.repeat().take(cfg.batch_size - 1))
+    whole = rows.batch(cfg.batch_size, drop_remainder=True)
+    dataset = whole.map(lambda batch: {name: x[shard_id::num_shards] for name, x in batch.items()})
     return dataset.cache() if cfg.use_memory_cache else dataset
 
   names = {task.name: task.name for task in dataset_config.subtasks_with_split(cfg, provider)}

@@ -54,8 +54,7 @@ def chat_task(
   Raises:
     ValueError: no file matches, the folder has no chat template, or `name` belongs to another task.
   """
-  # This must be the first statement: locals() are the arguments.
-  digest = digest_of_arguments(dict(sorted(locals().items())))
+  digest = digest_of_arguments(locals())  # the first statement, because later ones add variables
   from rosetta_t5.data.reading.file_source import CountedTask
   from rosetta_t5.data.vocabularies.chat_template import ChatTemplate
 

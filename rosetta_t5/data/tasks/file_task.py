@@ -76,11 +76,7 @@ def file_task(
     ValueError: no file matches, only some files are in both splits, an argument has an unknown value, or
       `name` belongs to another task.
   """
-  # This must be the first statement: locals() are the arguments. Without denoisers, tasks keep the names
-  # that they had before the argument existed.
-  digest = digest_of_arguments(
-    {key: value for key, value in sorted(locals().items()) if (key, value) != ("denoisers", None)}
-  )
+  digest = digest_of_arguments(locals())  # the first statement, because later ones add variables
   for metric in metrics:
     check_one_of("each of file_task.metrics", metric, known_metrics.METRICS)
   templates = _templates(objective, text, inputs, targets)
@@ -152,9 +148,8 @@ def file_source(
 
   train = reading.find_files(files)
   validation = reading.find_files(validation_files) if validation_files else train
-  trained, held_out = (set(map(os.path.realpath, paths)) for paths in (train, validation))
-  # The same files for both are meant: all rows are evaluated.
-  if trained != held_out and (both := trained & held_out):
+  both = {*map(os.path.realpath, train)} & {*map(os.path.realpath, validation)}
+  if both and train != validation:  # The same files for both are meant: all rows are evaluated.
     raise ValueError(
       f"{min(both)} is in the files to train on (files; DATA of finetune) and in those of the evaluation "
       "(validation_files; --eval of finetune): leave it out of one of them"
@@ -191,7 +186,6 @@ def task_on_rows(
   # Outside this folder the absolute path is used: "../data/x" and "data/x" are different files.
   paths = (os.path.abspath(x) if ".." in os.path.relpath(x) else os.path.relpath(x) for x in files)
   name = "_".join(re.sub(r"[^\w.]+", "_", path).strip("_.") for path in paths)[-80:]
-  files = list(files)
   return file_task(files, validation_files=files, vocabulary=vocabulary, name=name, **options)
 
 
@@ -243,8 +237,7 @@ def mixture(
     rate = functools.partial(_proportional_rate, maximum=maximum, temperature=temperature)
     mixtures = seqio.MixtureRegistry.names()  # SeqIO accepts only numbers as their rates.
     numbers = [rate(seqio.MixtureRegistry.get(t)) if t in mixtures else rate for t in tasks]
-  mixed = seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True)))
-  mixed.digest = digest
+  seqio.MixtureRegistry.add(name, list(zip(tasks, numbers, strict=True))).digest = digest
   return name
 
 
@@ -253,9 +246,7 @@ def _proportional_rate(task: Any, maximum: int | None, temperature: float) -> fl
   parts = {id(part.source): part for part in seqio.get_subtasks(task)}.values()
   numbers = [part.num_input_examples("train") for part in parts]
   if not all(numbers):
-    raise ValueError(
-      f"the number of examples of '{task.name}' is not known: set data.mixture.rates to numbers or 'equal'"
-    )
+    raise ValueError(f"'{task.name}' does not know its number of examples: set data.mixture.rates")
   number = sum(numbers)
   return float(min(number, maximum or number) ** (1 / temperature))
 
@@ -355,7 +346,9 @@ def _templates(
 
 def digest_of_arguments(arguments: Mapping[str, Any]) -> str:
   """Returns a short hash of `file_task`'s arguments, from which the task's default name is made."""
-  vocabulary = arguments["vocabulary"]
+  # Without denoisers, tasks keep the names that they had before this argument existed.
+  given = {key: x for key, x in sorted(arguments.items()) if (key, x) != ("denoisers", None)}
+  vocabulary = given["vocabulary"]
   state: Any = getattr(vocabulary, "__getstate__", dict)()
-  text = repr({**arguments, "vocabulary": (type(vocabulary).__name__, state)})
+  text = repr({**given, "vocabulary": (type(vocabulary).__name__, state)})
   return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
