@@ -56,9 +56,9 @@ def _embed(options: argparse.Namespace) -> int:
     raise ConfigError("--pooling none writes lists of vectors: --output must end with .parquet")
   if os.path.exists(options.output):
     raise ConfigError(f"--output {options.output} exists: give another name, or remove the file")
+  rows = list(text_commands.read_rows(options))
   if text_commands.has_conversations(options):
     raise ConfigError(f"The rows of {options.input} {text_commands.NEEDS_TEMPLATE}")
-  rows = list(text_commands.read_rows(options))
   if not rows:
     raise text_commands.no_text_error(options.input)
   columns = _columns([row.inputs for row in rows])

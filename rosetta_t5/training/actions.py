@@ -108,7 +108,10 @@ def run_actions(
   chosen = [*(actions or {}).get(mode, ()), *(actions or {}).get(mode.name, ())]
   # A list, so that all actions run even if one of them ends the run.
   votes = [action.run(train_state, metrics_by_task) for action in chosen]
-  return bool(chosen) and bool(multihost_utils.broadcast_one_to_all(np.array(any(votes))))
+  ending = [type(action).__name__ for action, vote in zip(chosen, votes, strict=True) if vote]
+  if ending:
+    logging.warning("the run ends here because of %s", " and ".join(ending))
+  return bool(chosen) and bool(multihost_utils.broadcast_one_to_all(np.array(bool(ending))))
 
 
 def _value(metrics_by_task: MetricsByTask, task: str, metric: str) -> float | None:

@@ -79,7 +79,7 @@ class Remember(BaseAction):
     return self.stop
 
 
-def test_all_actions_of_the_mode_run_and_any_of_them_ends_the_run():
+def test_all_actions_of_the_mode_run_and_any_of_them_ends_the_run(caplog):
   first, second, other = Remember(stop=True), Remember(), Remember()
   actions = {ActionMode.TRAIN: [first, second], ActionMode.TRAIN_EVAL: [other]}
   assert run_actions(ActionMode.TRAIN, actions, "state", {"train": {"loss": 1.0}})
@@ -87,6 +87,7 @@ def test_all_actions_of_the_mode_run_and_any_of_them_ends_the_run():
   assert not other.shown
   assert not run_actions(ActionMode.TRAIN_EVAL, actions, "state", {})
   assert not run_actions(ActionMode.INFER_EVAL, actions, "state", {})
+  assert caplog.messages == ["the run ends here because of Remember"]
 
 
 def test_modes_can_be_strings_and_actions_can_be_absent():
