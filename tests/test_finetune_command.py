@@ -118,6 +118,26 @@ def test_the_predictions_of_the_last_evaluation_are_of_rows_that_were_not_traine
 
 
 @pytest.mark.slow
+def test_rows_in_a_file_get_the_predictions_of_the_runs_own_evaluation(finished, tmp_path):
+  _, folder, _ = finished
+
+  def predictions(name, *options):
+    out = tmp_path / name
+    status, _, errors = call("eval", "--model_dir", folder, *options, "--output_dir", out)
+    assert status == 0, errors
+    (file,) = out.glob("inference_eval/*-0*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+  own = predictions("own")
+  with (tmp_path / "rows.csv").open("w", newline="") as file:
+    rows = csv.writer(file)
+    rows.writerow(["text", "label"])
+    rows.writerows([r["input"][f"{n}_pretokenized"] for n in ("inputs", "targets")] for r in own)
+  of_file = predictions("file", "--file", tmp_path / "rows.csv")
+  assert [row["prediction"] for row in of_file] == [row["prediction"] for row in own]
+
+
+@pytest.mark.slow
 def test_the_commands_that_it_suggests_run(finished, given, tmp_path):
   _, _, out = finished
   suggested = re.search(r"rosetta-t5 (infer .*) --input new_rows.jsonl", out)[1].split()

@@ -127,9 +127,12 @@ def _eval(options: argparse.Namespace) -> int:
     columns = {name: getattr(options, name) for name in ("inputs", "targets", "metrics")}
     given = {name: value for name, value in columns.items() if value is not None}
     folder = data.task_on_rows(options.file, like, run["model"].output_vocabulary, given)
-    lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
     changes = {"mixture_or_task_name": folder, "split": "validation", "use_cached": False}
-    cfg = dataclasses.replace(cfg, task_feature_lengths=lengths, module=None, pack=False, **changes)
+    cfg = dataclasses.replace(cfg, module=None, pack=False, **changes)
+    # For metrics, the lengths of the rows, as in the run's own evaluation.
+    if like is None or not data.has_metrics(cfg):
+      lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
+      cfg = dataclasses.replace(cfg, task_feature_lengths=lengths)
   output_dir = options.output_dir or _results_folder(restore_cfg, "eval", folder)
   if data.has_metrics(cfg):
     eval.evaluate(
