@@ -363,6 +363,6 @@ class OrbaxCheckpointManagerInterface:
     complete = ", ".join(map(str, self._steps)) or "none"
     return saved_items.CheckpointSaveError(
       f"checkpoint {checkpoint_folders.checkpoint_path(self.directory, step)} could not be saved: "
-      f"{reason_of(error)}. The steps of the complete checkpoints are: {complete}. Free some space or "
-      "set a writable MODEL_DIR, then start the run again"
+      f"{reason_of(error)}. The steps of the complete checkpoints are: {complete}. If the disk "
+      "is full or not writable, free some space or set another MODEL_DIR; then start the run again"
     )

@@ -37,7 +37,7 @@ def test_a_full_disk_ends_the_run_with_its_reason_and_keeps_saved_checkpoints(
   text = str(failed.value)
   assert "could not be saved: " in text
   assert "No space left on device" in text
-  assert f"checkpoints are: {', '.join(map(str, saved))}. Free some space" in text
+  assert f"checkpoints are: {', '.join(map(str, saved))}. If the disk is full" in text
   remount(disk, "size=40m")
   rest = train(disk / "run", 8)
   assert min(rest) == saved[-1] + 1
