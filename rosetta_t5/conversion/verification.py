@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,19 +74,16 @@ def verify(
       "settings of the network, and a mistake that reading and writing have in common, cannot be seen"
     )
   tokens = _make_tokens(settings)
-  ours = network_outputs(source if to_transformers else written, settings, tokens)
-  rounding = 0.0
+  compute = functools.partial(
+    network_outputs, source if to_transformers else written, settings, tokens
+  )
   if has_transformers:
     by = f"Transformers {importlib.metadata.version('transformers')}"
     others = _transformers_outputs(theirs, settings, tokens)
-    if _largest_difference(ours, others) > TOLERANCE:
-      # Sharp attention amplifies the rounding errors of float32, in Transformers too.
-      rounded = _transformers_outputs(theirs, settings, tokens, change=2.0**-24)
-      rounding = _largest_difference(others, rounded)
   else:
     by = "this project's network, because Transformers and PyTorch are not installed"
     others = network_outputs(written, read_model_settings(folder, written), tokens)
-  return f"logits of {ours.shape[1]} tokens, by {by}: {_compare_logits(ours, others, rounding)}"
+  return f"logits of {others.shape[1]} tokens, by {by}: {_compare_logits(compute, others)}"
 
 
 # A model's arrays, and the adapter whose parameters are among them.
@@ -110,17 +108,21 @@ def compare_networks(before: Adapted, after: Adapted, settings: ModelSettings) -
   if settings.network is None or size > _MEMORY_SHARE * psutil.virtual_memory().available:
     return "not compared, because the network's settings or enough memory are missing"
   tokens = _make_tokens(settings)
-  first, second = (network_outputs(x, settings, tokens, adapter) for x, adapter in (before, after))
-  return _compare_logits(first, second, 0.0)
+  arrays, adapter = before
+  compute = functools.partial(network_outputs, arrays, settings, tokens, adapter)
+  return _compare_logits(compute, network_outputs(after[0], settings, tokens, after[1]))
 
 
-def _compare_logits(ours: np.ndarray, others: np.ndarray, rounding: float) -> str:
-  """Returns the largest difference as text; `rounding` is how much rounding errors change logits."""
+def _compare_logits(compute: Callable[..., np.ndarray], others: np.ndarray) -> str:
+  """Returns the largest difference between the logits of `network_outputs` and others as text."""
+  ours = compute()
   difference = _largest_difference(ours, others)
   limit = TOLERANCE * max(1.0, float(np.max(np.abs(ours))) / 10)
   shown = f"largest difference {difference:.1e}"
-  if difference > limit and rounding:
-    shown += f" ({rounding:.1e} in Transformers if its parameters are rounded differently)"
+  if difference > limit:
+    # Sharp attention amplifies the rounding errors of float32, in every implementation.
+    rounding = _largest_difference(ours, compute(change=2.0**-24))
+    shown += f" ({rounding:.1e} if the parameters are rounded differently)"
     limit = max(limit, _ROUNDING_FACTOR * rounding)
   if not difference <= limit:
     raise ConversionError(
@@ -136,7 +138,11 @@ def _largest_difference(expected: np.ndarray, actual: np.ndarray) -> float:
 
 
 def network_outputs(
-  arrays: Arrays, settings: ModelSettings, tokens: Tokens, adapter: Adapter | None = None
+  arrays: Arrays,
+  settings: ModelSettings,
+  tokens: Tokens,
+  adapter: Adapter | None = None,
+  change: float = 0.0,
 ) -> np.ndarray:
   """Returns the logits [1, T, V] of a model, or the outputs [1, S, D] of an encoder without a decoder.
 
@@ -145,15 +151,22 @@ def network_outputs(
     settings: those of the model.
     tokens: ids by this project's vocabulary, without padding except as the start of the decoder.
     adapter: the adapter whose parameters are among the arrays; None without one.
+    change: how much every parameter is changed at random, relative to its value.
   """
-  plain = to_plain_tree(arrays)
+  plain, random = to_plain_tree(arrays), np.random.default_rng(0)
+
+  def read(array: StoredArray) -> jax.Array:
+    value = np.asarray(array.get(), np.float32)
+    noise = random.standard_normal(value.shape, np.float32) if change else 0.0
+    return jnp.asarray(value * (1 + change * noise), jnp.float32)
+
   changes: dict[str, Any] = {"dtype": jnp.float32, "attention_kernel": "xla"}
   if settings.is_decoder:
     changes["padding_never_follows"] = False  # Transformers computes a logit for each token.
   config: Any = dataclasses.replace(settings.network, **changes)
   module: Any = DecoderWrapper(config) if settings.is_decoder else Transformer(config)
   module = module if adapter is None else adapter.adapt(module)
-  values = {name: jnp.asarray(array.get(), jnp.float32) for name, array in plain.items()}
+  values = {name: read(array) for name, array in plain.items()}
   params = unflatten_state_dict(values)["target"]
   inputs, targets = (jnp.asarray(ids, jnp.int32) for ids in tokens)
   call, options = [inputs, targets, jnp.ones_like(targets)], {"enable_dropout": False}
@@ -170,7 +183,7 @@ def network_outputs(
 
 
 def _transformers_outputs(
-  folder: epath.PathLike, settings: ModelSettings, tokens: Tokens, change: float = 0.0
+  folder: epath.PathLike, settings: ModelSettings, tokens: Tokens
 ) -> np.ndarray:
   """Returns what `network_outputs` returns, computed by Transformers and PyTorch on the CPU.
 
@@ -178,7 +191,6 @@ def _transformers_outputs(
     folder: a Hugging Face folder.
     settings: those of the model.
     tokens: as in `network_outputs`.
-    change: how much every parameter is changed at random, relative to its value.
   """
   import torch
   import transformers
@@ -194,9 +206,6 @@ def _transformers_outputs(
   targets_1T = np.where(targets_1T == 0, start, targets_1T - settings.ids_are_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
-    random = torch.Generator().manual_seed(0)
-    for parameter in model.parameters() if change else ():
-      parameter.mul_(1 + change * torch.randn(parameter.shape, generator=random))
     if settings.is_decoder:
       outputs = model(input_ids=targets).logits
     elif settings.network.num_decoder_layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
@@ -10,15 +11,21 @@ import numpy as np
 import numpy_t5
 import pytest
 import sentencepiece
+from flax.core import unfreeze
+from flax.traverse_util import flatten_dict
 from huggingface_hub import ModelCard
+from tiny_models import T5_1_1, variables
 
-from rosetta_t5 import cli
-from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array
+from rosetta_t5 import adapters, cli
+from rosetta_t5.checkpoints import adapter_checkpoints
+from rosetta_t5.checkpoints.arrays.lazy_arrays import as_stored_array, scale
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.checkpoints.formats.hugging_face import folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import t5
 from rosetta_t5.conversion import convert, verification
+from rosetta_t5.conversion.model_settings import ModelSettings
+from rosetta_t5.networks.transformer import Transformer
 
 MESH_TF = pathlib.Path(__file__).parents[1] / "checkpoints/fixtures/mesh_tf"
 
@@ -190,7 +197,25 @@ def test_sharp_weights_may_differ_by_a_multiple_of_what_rounding_changes(tmp_pat
       torch.nn.init.normal_(parameter, 0, 0.6)
   theirs.save_pretrained(tmp_path / "theirs")
   assert cli.main(["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--to", "hf"]) == 0
-  assert "in Transformers if its parameters are rounded differently" in capsys.readouterr().out
+  assert "if the parameters are rounded differently" in capsys.readouterr().out
+
+
+def test_a_merge_into_sharp_weights_may_differ_by_a_multiple_of_what_rounding_changes():
+  adapter, random = adapters.LoRA(targets="all-linear"), np.random.default_rng(0)
+  network = dataclasses.replace(T5_1_1, num_encoder_layers=4, num_decoder_layers=4)
+  params = adapter.with_added(unfreeze(variables(Transformer(network))))["params"]
+  before = {
+    f"target/{name}": as_stored_array(random.normal(0, 1.0, x.shape).astype(np.float32))
+    for name, x in flatten_dict(params, sep="/").items()
+  }
+  after = adapter_checkpoints.merge(before, adapter.settings())
+  settings = ModelSettings(network, {})
+  result = verification.compare_networks((before, adapter), (after, None), settings)
+  assert "if the parameters are rounded differently" in result
+  wrong = max(name for name in after if name.endswith("wo/kernel"))
+  after[wrong] = scale(after[wrong], 1.1)
+  with pytest.raises(verification.ConversionError, match="differ by too much"):
+    verification.compare_networks((before, adapter), (after, None), settings)
 
 
 def test_a_model_that_does_not_fit_into_memory_is_compared_array_by_array(
