@@ -9,10 +9,13 @@ import shutil
 import gin
 import numpy as np
 import pytest
+import tiny_tasks
 from tiny_tasks import add_task, save_checkpoints
 
-from rosetta_t5 import cli
-from rosetta_t5.config import run_from_command_line
+from rosetta_t5 import cli, trained_model
+from rosetta_t5.checkpoints import RestoreCheckpointConfig
+from rosetta_t5.config import model_file, run_from_command_line
+from rosetta_t5.data import DatasetConfig
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.eval import evaluate
 from rosetta_t5.export.functions import load_stablehlo
@@ -175,6 +178,23 @@ def test_infer_has_a_mode_and_decoding_options_for_the_runs_task(model_dir, tmp_
   with pytest.raises(SystemExit):
     rows_of("predict_with_aux")
   assert "functools.partial(<function beam_search>, min_new_tokens=12) →" in capsys.readouterr().err
+
+
+def test_decoding_options_change_the_model_of_a_run_that_model_json_describes(monkeypatch):
+  lengths = {"inputs": 16, "targets": 12}
+  cfg = DatasetConfig("judged_pairs", lengths, "test", batch_size=8, shuffle=False, seed=0)
+  content = {
+    "model": tiny_tasks.byte_model,
+    "partitioner": object,
+    "train_dataset_cfg": lambda: cfg,
+  }
+  run = model_file.ModelFile(None, content, is_complete=True)
+  given, trained = {}, RestoreCheckpointConfig(path="run/checkpoint_7")
+  monkeypatch.setattr(model_file, "_build", lambda build: build())
+  monkeypatch.setattr(trained_model, "read_run", lambda *_: (run, trained))
+  monkeypatch.setattr("rosetta_t5.infer.infer", lambda **arguments: given.update(arguments))
+  assert cli.main(["infer", "--model_dir=run", "--output_dir=out", "--min_new_tokens=12"]) == 0
+  assert given["model"].decode_fn.keywords == {"min_new_tokens": 12}
 
 
 @pytest.mark.slow

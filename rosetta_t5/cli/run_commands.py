@@ -173,11 +173,12 @@ def _infer(options: argparse.Namespace) -> int:
   run, restore_cfg = read_run(options.model_dir, options.flags, options.trust, used)
   cfg = _dataset_cfg(run, options, _DATA)
   lengths = cfg.task_feature_lengths or run["task_feature_lengths"]
-  text_commands.apply_decoding_options(options, run["model"])
+  model = run["model"]  # A ModelFile builds another one at each access.
+  text_commands.apply_decoding_options(options, model)
   terminal.tolerate_lost_output()
   infer(
     mode=options.mode or "predict",
-    model=run["model"],
+    model=model,
     dataset_cfg=dataclasses.replace(cfg, pack=False, task_feature_lengths=lengths),
     restore_checkpoint_cfg=restore_cfg,
     partitioner=run["partitioner"],
