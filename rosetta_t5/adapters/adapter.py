@@ -99,18 +99,16 @@ class Adapter:
     Raises:
       ValueError: the network has no parameter that this adapter trains or changes.
     """
-    params, changed = flat(variables["params"]), dict(variables)
-    names = partitioning.get_axis_names(variables["params_axes"])
-    by_path = optimizer_def.axes_by_path(unfreeze(names))
-    axes = {name: tuple(each or ()) for name, each in by_path.items()}
-    added_axes = self.added_axes(params, axes)
+    params, axes = flat(variables["params"]), flat(variables["params_axes"])
     params |= self.added_values(params)
     if not is_part:
       self.check_names(params)
-    changed["params"] = nested(self.as_frozen(params), like=variables["params"])
-    metadata = {f"{n}_axes": partitioning.AxisMetadata(tuple(a)) for n, a in added_axes.items()}
-    all_axes = flat(variables["params_axes"]) | metadata
-    changed["params_axes"] = nested(all_axes, like=variables["params_axes"])
+    params = self.as_frozen(params)
+    known = {name.removesuffix("_axes"): tuple(x.names or ()) for name, x in axes.items()}
+    for name, dims in self.added_axes(params, known).items():
+      axes[f"{name}_axes"] = partitioning.AxisMetadata(tuple(dims))
+    found = {"params": params, "params_axes": axes}
+    changed = {**variables, **{n: nested(x, like=variables[n]) for n, x in found.items()}}
     return freeze(changed) if isinstance(variables, FrozenDict) else changed
 
   def check_names(self, params: Flat) -> None:
@@ -137,10 +135,13 @@ class Adapter:
     return frozen
 
   def added_axes(self, params: Flat, axes: Mapping[str, tuple[str | None, ...]]) -> Flat:
-    """Returns the logical axes of the parameters that are added to `params`, by name."""
-    if self.frozen_dtype != "int8":
-      return {}
-    kernels = (n for n, x in params.items() if is_kernel(n, x) and not self.is_trained(n))
+    """Returns the logical axes of the parameters that were added, by name.
+
+    Args:
+      params: the parameters with the added ones.
+      axes: the logical axes of the others.
+    """
+    kernels = (name.removesuffix("_scale") for name in params if name.endswith(f"/{_SCALE}"))
     return {f"{name}_scale": axes[name][:0:-1] for name in kernels}
 
   def added_values(self, params: Flat) -> Flat:
@@ -157,11 +158,18 @@ class Adapter:
     remaining = flat(params)
     for name in [name for name in remaining if name.endswith("/kernel")]:
       module = name.rpartition("/")[0]
-      found = {end: remaining.pop(f"{module}/{end}", None) for end in (_SCALE, *self.suffixes)}
-      if any(x is not None for x in found.values()):
-        kernel = self.adapted_kernel(module, remaining[name], found)
-        remaining[name] = _merged(kernel) if as_arrays else kernel
+      if added := self.pop_added(remaining, module):
+        kernel = self.adapted_kernel(module, remaining[name], added)
+        remaining[name] = kernel.merged() if as_arrays else kernel
+        bias = remaining.get(f"{module}/bias")
+        if bias is not None and kernel.output_scale is not None:  # Biases are outputs too.
+          remaining[f"{module}/bias"] = bias * kernel.output_scale
     return nested(remaining, like=params)
+
+  def pop_added(self, params: Flat, module: str) -> Flat:
+    """Removes what was added to a projection from `params`; returns it by the ends of the names."""
+    ends = [end for end in (_SCALE, *self.suffixes) if f"{module}/{end}" in params]
+    return {end: params.pop(f"{module}/{end}") for end in ends}
 
   def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
     """Returns the changed kernel of a projection from its added parameters, by the ends of their names."""
@@ -198,11 +206,7 @@ class PromptTuning(Adapter):
 
   length: Positive = 100
 
-  patterns: ClassVar = (r".*/prompt/.*",)
-
-  def adds(self, name: str) -> bool:
-    """Returns whether the parameter is the prompt."""
-    return "/prompt/" in name
+  suffixes: ClassVar = ("prompt",)
 
   def adapt(self, module: nn.Module) -> nn.Module:
     """Returns a network whose encoder, or else decoder, has a prompt."""
@@ -232,14 +236,6 @@ def nested(params: Flat, like: PyTree) -> PyTree:
 def is_kernel(name: str, value: Any) -> bool:
   """Returns whether a parameter is the matrix of a projection, or such matrices of scanned layers."""
   return name.endswith("/kernel") and "/expert/" not in name and value.ndim in (2, 3)
-
-
-def _merged(kernel: AdaptedKernel) -> jax.Array:
-  """Returns the matrix, or those of scanned layers, which are stacked along axis 1."""
-  if kernel.kernel.ndim == 2:
-    return kernel.merged()
-  merged: jax.Array = jax.vmap(AdaptedKernel.merged, in_axes=1, out_axes=1)(kernel)
-  return merged
 
 
 def quantized(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:

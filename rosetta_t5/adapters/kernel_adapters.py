@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from rosetta_t5.adapters.adapter import Adapter, Flat, PyTree, flat, is_kernel, nested
+from rosetta_t5.adapters.adapter import Adapter, Flat, is_kernel
 from rosetta_t5.argument_types import Positive, PositiveNumber, Rate
 from rosetta_t5.networks.layers.adapted_kernels import AdaptedKernel
 
@@ -165,14 +165,10 @@ class LoRA(KernelAdapter):
     """Returns the rank of a projection."""
     return int(_find(self.rank_pattern, module, self.rank))
 
-  def alpha_of(self, module: str) -> float:
-    """Returns the alpha of a projection."""
-    default = 2 * self.rank if self.alpha is None else self.alpha
-    return float(_find(self.alpha_pattern, module, default))
-
   def factor_of(self, module: str) -> float:
     """Returns s of a projection."""
-    rank, alpha = self.rank_of(module), self.alpha_of(module)
+    default = 2 * self.rank if self.alpha is None else self.alpha
+    rank, alpha = self.rank_of(module), float(_find(self.alpha_pattern, module, default))
     return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
   def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:
@@ -206,6 +202,8 @@ class LoRA(KernelAdapter):
 class IA3(KernelAdapter):
   """Scales keys, values and the hidden layer by trained vectors, one at first (arXiv:2205.05638).
 
+  The outputs that are scaled include the bias.
+
   Attributes:
     targets: the projections; see `matches`.
     input_targets: those of them whose inputs are scaled; the outputs of the others are.
@@ -220,16 +218,6 @@ class IA3(KernelAdapter):
     """Returns whether the inputs of a projection are scaled, instead of its outputs."""
     return matches(self.input_targets, module)
 
-  def attached(self, params: PyTree, as_arrays: bool = False) -> PyTree:
-    """Returns parameters as `Adapter.attached` does. Biases are outputs too, so they are scaled."""
-    given, changed = flat(params), flat(super().attached(params, as_arrays))
-    for name, vector in given.items():
-      module, _, end = name.rpartition("/")
-      bias = changed.get(f"{module}/bias")
-      if end in self.suffixes and bias is not None and not self.scales_inputs(module):
-        changed[f"{module}/bias"] = bias * vector
-    return nested(changed, like=params)
-
   def _dimensions(self, module: str, inputs: Any, *others: Any, rank: Any = None) -> dict[str, Any]:
     *layers, outputs = others
     scaled = inputs if self.scales_inputs(module) else outputs
@@ -243,5 +231,5 @@ class IA3(KernelAdapter):
   def adapted_kernel(self, module: str, kernel: Any, added: Mapping[str, Any]) -> AdaptedKernel:
     """Returns the changed kernel of a projection."""
     side = "input_scale" if self.scales_inputs(module) else "output_scale"
-    vectors = {"kernel_scale": added["kernel_scale"], side: added["ia3_scaling"]}
+    vectors = {side if end == "ia3_scaling" else end: x for end, x in added.items()}
     return AdaptedKernel(kernel, **vectors)

@@ -52,8 +52,11 @@ class AdaptedKernel(struct.PyTreeNode):
     scale = 1.0 / divisor if scale is None else scale / divisor
     return self.replace(output_scale=jnp.broadcast_to(scale, self.kernel.shape[1:]))
 
-  def merged(self, dtype: Any = jnp.float32) -> Float[Array, "I O"]:
-    """Returns the matrix by which the inputs are multiplied, computed in float32."""
+  def merged(self, dtype: Any = jnp.float32) -> Float[Array, "I *layers O"]:
+    """Returns the matrix by which the inputs are multiplied, or those of scanned layers, computed in float32."""
+    if self.kernel.ndim == 3:
+      layers: jax.Array = jax.vmap(lambda x: x.merged(dtype), in_axes=1, out_axes=1)(self)
+      return layers
     merged_IO = self._with_low_rank()
     if self.dora_magnitude is not None:
       merged_IO = merged_IO * (self.dora_magnitude / _column_norms(merged_IO))[None]
