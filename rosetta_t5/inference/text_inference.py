@@ -108,7 +108,7 @@ class TextInference:
 
     Args:
       mode: PREDICT_WITH_AUX for predictions and their scores, SCORE for scores of the targets, EMBED
-        for the vectors of an `EncoderModel`.
+        for vectors of the inputs.
       examples: texts, or {"input": text, "target": text}.
       preprocessors: convert texts to features.
       train_state: contains the parameters.

@@ -1,4 +1,4 @@
-"""Vectors of texts from the encoder of an encoder-decoder model, and their training on pairs of texts."""
+"""The encoder of an encoder-decoder model alone, and its training on pairs of texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
 
 
 class EncoderModel(EncoderDecoderModel):
-  """An encoder-decoder model whose parameters are those of its encoder; it predicts nothing."""
+  """An encoder-decoder model whose parameters are those of its encoder; it computes vectors and predicts nothing."""
 
   def get_initial_variables(
     self, rng: jax.Array, input_shapes: Shapes, input_types: Mapping[str, Any] | None = None
@@ -31,19 +31,6 @@ class EncoderModel(EncoderDecoderModel):
     tokens = jnp.ones(input_shapes["encoder_input_tokens"], jnp.int32)
     encode = self.module.encode
     return freeze(self.module.init(rng, tokens, enable_dropout=False, method=encode))
-
-  def embed_batch(
-    self, params: PyTree, batch: Batch, pooling: str = "mean"
-  ) -> Float[Array, "B D"] | Float[Array, "B S D"]:
-    """Returns one float32 vector of each text, or of each of its tokens.
-
-    Args:
-      params: the encoder's parameters.
-      batch: `encoder_input_tokens` [B, S].
-      pooling: "mean" of the encoder's outputs for all tokens that are not padding, or "first" for
-        that of the first token; "none" for all of them, which are zeros for padding.
-    """
-    return _embed(self, params, batch["encoder_input_tokens"], None, pooling)
 
 
 class DualEncoderModel(EncoderDecoderModel):
@@ -101,7 +88,10 @@ class DualEncoderModel(EncoderDecoderModel):
       )
     sides = ("encoder_input_tokens", "decoder_target_tokens")
     rngs = jax.random.split(dropout_rng) if dropout_rng is not None else (None, None)
-    a_BD, b_BD = (_embed(self, params, batch[n], r) for n, r in zip(sides, rngs, strict=True))
+    a_BD, b_BD = (
+      self.embed_batch(params, {"encoder_input_tokens": batch[name]}, dropout_rng=rng)
+      for name, rng in zip(sides, rngs, strict=True)
+    )
     # The vectors of texts without tokens are 0, where the gradient of an ordinary norm is NaN.
     a_BD, b_BD = (x / optax.safe_norm(x, 1e-6, axis=1, keepdims=True) for x in (a_BD, b_BD))
     # Rows of padding complete the last batch of an evaluation.
@@ -120,27 +110,3 @@ class DualEncoderModel(EncoderDecoderModel):
     raise ValueError("a DualEncoderModel predicts and scores no text: use `rosetta-t5 embed`")
 
   score_batch = predict_batch_with_aux
-
-
-def _embed(
-  model: EncoderDecoderModel,
-  params: PyTree,
-  tokens_BS: jax.Array,
-  dropout_rng: jax.Array | None,
-  pooling: str = "mean",
-) -> jax.Array:
-  """Returns the float32 vectors of texts, [B, D], or of their tokens, [B, S, D]; see `embed_batch`."""
-  encoded_BSD: jax.Array = model.module.apply(
-    {"params": params},
-    tokens_BS,
-    enable_dropout=dropout_rng is not None,
-    rngs=None if dropout_rng is None else {"dropout": dropout_rng},
-    method=model.module.encode,
-  ).astype(jnp.float32)
-  encoded_BSD = encoded_BSD[:, -tokens_BS.shape[1] :]  # after the vectors of a trained prompt
-  if pooling == "first":
-    return encoded_BSD[:, 0]
-  real_BS1 = (tokens_BS != model.pad_id)[..., None]
-  if pooling == "none":
-    return encoded_BSD * real_BS1
-  return jnp.sum(encoded_BSD * real_BS1, 1) / jnp.maximum(jnp.sum(real_BS1, 1), 1)

@@ -146,6 +146,34 @@ class EncoderDecoderModel(BaseTransformerModel):
       cache["decoder"]["position_embedder"]["position_embedder_index"] = lengths_B
     return cache, lengths_B
 
+  def embed_batch(
+    self, params: PyTree, batch: Batch, pooling: str = "mean", dropout_rng: Array | None = None
+  ) -> Float[Array, "B D"] | Float[Array, "B S D"]:
+    """Returns one float32 vector of each text, or of each of its tokens.
+
+    Args:
+      params: the parameters; those of the encoder are enough.
+      batch: `encoder_input_tokens` [B, S].
+      pooling: "mean" of the encoder's outputs for all tokens that are not padding, or "first" for
+        that of the first token; "none" for all of them, which are zeros for padding.
+      dropout_rng: the random key for dropout; None disables dropout.
+    """
+    tokens_BS = batch["encoder_input_tokens"]
+    encoded_BSD: jax.Array = self.module.apply(
+      {"params": params},
+      tokens_BS,
+      enable_dropout=dropout_rng is not None,
+      rngs=None if dropout_rng is None else {"dropout": dropout_rng},
+      method=self.module.encode,
+    ).astype(jnp.float32)
+    encoded_BSD = encoded_BSD[:, -tokens_BS.shape[1] :]  # after the vectors of a trained prompt
+    if pooling == "first":
+      return encoded_BSD[:, 0]
+    real_BS1 = (tokens_BS != self.pad_id)[..., None]
+    if pooling == "none":
+      return encoded_BSD * real_BS1
+    return jnp.sum(encoded_BSD * real_BS1, 1) / jnp.maximum(jnp.sum(real_BS1, 1), 1)
+
   def cross_attention(self, params: PyTree, batch: Batch) -> Float[Array, "B L T S"]:
     """Returns what the prediction of each target attends to: the mean weights of each layer's heads.
 

@@ -22,7 +22,7 @@ from rosetta_t5.decoding import slots
 from rosetta_t5.decoding.next_token import EndIds
 from rosetta_t5.decoding.slots import SlotControls, SlotState, StepOutput
 from rosetta_t5.inference.infer_fn import default_buckets
-from rosetta_t5.models import DecoderOnlyModel, EncoderModel
+from rosetta_t5.models import DecoderOnlyModel
 from rosetta_t5.trained_model import OpenedModel
 
 PyTree = Any
@@ -264,8 +264,7 @@ class Programs:
     add("copy", self._copy, of_state, state, one, one, self._new([_FILLER]))
     fns = {"beams": self._beams, "score": self._score}
     if not self.is_decoder:
-      encoder = EncoderModel(model.module, model.input_vocabulary, model.output_vocabulary, None)
-      fns |= {"attention": model.cross_attention, "embed": encoder.embed_batch}
+      fns |= {"attention": model.cross_attention, "embed": model.embed_batch}
     for length in self.lengths:
       for count in BATCH_SIZES:
         filled = [_FILLER] * count

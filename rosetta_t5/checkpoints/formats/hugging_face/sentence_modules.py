@@ -19,7 +19,7 @@ class SentenceModules(NamedTuple):
   """The modules after the encoder.
 
   Attributes:
-    pooling: "mean" or "first", as in `EncoderModel.embed_batch`.
+    pooling: "mean" or "first", as in `EncoderDecoderModel.embed_batch`.
     max_length: the number of tokens that are read; None for the tokenizer's.
     steps: functions of vectors [N, D] that follow in this order.
   """
