@@ -21,7 +21,6 @@ from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, rea
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables, peft_folder
 
 _TARGET = "target/"
-_OWN = ("kernel", "bias")
 
 
 def adapter_facts(
@@ -61,10 +60,8 @@ def adapter_facts(
   if base is None or changes or is_own or is_merged(flat, adapter_fact(base)):
     return {ADAPTER: {**settings, "base": None}}
   expected = {n: x for n, x in flat.items() if not adapter.is_trained(n.removeprefix(_TARGET))}
-  stored = convert_tree(read_arrays(base), expected)
+  stored = quantize(convert_tree(read_arrays(base), expected), expected)
   names = [n for n, x in expected.items() if n in stored and stored[n].shape == tuple(x.shape)]
-  # The scales of an int8 kernel are computed from the kernel.
-  names += [n for n in expected if n.endswith("_scale") and n.removesuffix("_scale") in names]
   about_base = {
     "base": os.path.abspath(base),
     "base_parameters": sorted(names),
@@ -117,16 +114,13 @@ def check_base(path: epath.PathLike, fact: Mapping[str, Any], restored: Mapping[
 def merge(arrays: Arrays, fact: Mapping[str, Any]) -> dict[str, StoredArray]:
   """Returns the arrays of a checkpoint with what its adapter added merged into the kernels, in float32."""
   adapter = adapters.from_settings(fact)
-  merged = dict(arrays)
-  for name in [name for name in arrays if name.endswith("/kernel")]:
-    module = name.removesuffix("/kernel")
-    ends = [end for end in ("kernel_scale", *adapter.suffixes) if f"{module}/{end}" in arrays]
-    added = {end: merged.pop(f"{module}/{end}") for end in ends}
-    if added and name.startswith(_TARGET):
-      own = {end: arrays[f"{module}/{end}"] for end in _OWN if f"{module}/{end}" in arrays}
-      for end in own:
-        merged[f"{module}/{end}"] = _merged_array(adapter, module, end, {**own, **added})
-  return {n: x for n, x in merged.items() if not n.startswith("state/param_states")}
+  merged = {n: x for n, x in arrays.items() if not n.startswith("state/param_states")}
+  for module in [n.removesuffix("/kernel") for n in merged if n.endswith("/kernel")]:
+    added = adapter.pop_added(merged, module)
+    own = {end: merged[n] for end in ("kernel", "bias") if (n := f"{module}/{end}") in merged}
+    for end in own if added else ():
+      merged[f"{module}/{end}"] = _merged_array(adapter, module, end, {**own, **added})
+  return merged
 
 
 def is_merged(expected: Mapping[str, Any], fact: Mapping[str, Any]) -> bool:
@@ -159,13 +153,11 @@ def quantize(arrays: Arrays, expected: Mapping[str, Any]) -> dict[str, StoredArr
   """Returns arrays with kernels in int8, and their scales, where a train state expects these."""
   converted = dict(arrays)
   for name, leaf in expected.items():
-    kernel = arrays.get(name)
-    if kernel is None or leaf.dtype != jnp.int8 or kernel.dtype == np.int8:
-      continue
-    scales = f"{name}_scale"
-    for part, (key, dtype) in enumerate(((name, np.int8), (scales, np.float32))):
-      read = functools.partial(_read_quantized, kernel, part)
-      converted[key] = StoredArray(expected[key].shape, dtype, read, sliceable=False)
+    if name in arrays and leaf.dtype == jnp.int8 and arrays[name].dtype != jnp.int8:
+      for part, key in enumerate((name, f"{name}_scale")):
+        read = functools.partial(_read_quantized, arrays[name], part)
+        shape, dtype = expected[key].shape, expected[key].dtype
+        converted[key] = StoredArray(shape, dtype, read, sliceable=False)
   return converted
 
 
