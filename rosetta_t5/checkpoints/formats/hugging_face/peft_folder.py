@@ -4,7 +4,7 @@ import collections
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,16 +46,16 @@ class Module(NamedTuple):
   """A module of Transformers with a matrix that adapters can change.
 
   Attributes:
-    kernels: our names of the kernels that the matrix joins, without /kernel.
+    kernels: our names of the kernels that the matrix joins, without target/ and /kernel.
+    is_transposed: whether the matrix is [outputs, inputs], as in PyTorch's Linear.
     inputs: the number of its inputs.
     outputs: the number of each kernel's outputs.
-    is_transposed: whether the matrix is [outputs, inputs], as in PyTorch's Linear.
   """
 
   kernels: tuple[str, ...]
+  is_transposed: bool
   inputs: int
   outputs: int
-  is_transposed: bool
 
 
 def is_peft(path: epath.PathLike) -> bool:
@@ -155,31 +155,27 @@ def modules_of(arrays: Arrays, config: Config) -> dict[str, Module]:
   unknown = "projections that Transformers' models do not have"
   modules = {}
   for name, (row, numbers) in name_tables.find_rows(kernels, rows, unknown).items():
-    names = tuple(ours.format(**numbers).removesuffix("/kernel") for ours in row.ours)
-    if name != f"{names[0]}/kernel" or name.endswith("logits_dense/kernel"):
-      continue
-    inputs, outputs = kernels[name].shape
-    theirs = row.theirs.format(**numbers).removesuffix(".weight")
-    modules[theirs] = Module(names, inputs, outputs, row.is_transposed)
+    names = [ours.format(**numbers) for ours in row.ours]
+    if name == names[0] and not name.endswith("logits_dense/kernel"):
+      ours = tuple(each.removeprefix("target/").removesuffix("/kernel") for each in names)
+      theirs = row.theirs.format(**numbers).removesuffix(".weight")
+      modules[theirs] = Module(ours, row.is_transposed, *kernels[name].shape)
   return modules
 
 
 def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays) -> Read:
-  is_decoder = find_family(arrays).IS_DECODER
-  # PEFT computes with the first part only, also of the two that it makes for an encoder-decoder.
-  parts = settings.get("num_transformer_submodules") or (1 if is_decoder else 2)
-  side = "decoder" if is_decoder else "encoder"
+  side = "decoder" if find_family(arrays).IS_DECODER else "encoder"
   tables = (f"target/{side}/token_embedder/embedding", "target/token_embedder/embedding")
   width = next(arrays[name].shape[1] for name in tables if name in arrays)
-  length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros(0)).shape
-  expected = (parts * length, width)
-  if found != expected:
+  length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros((0, 0)))
+  # PEFT computes with the first part only, also of the two that it makes for an encoder-decoder.
+  if found[:length].shape != (length, width):
     raise ValueError(
-      f"{PROMPT} must have the shape {expected} for this base, got {found or 'none'}: it belongs to another base"
+      f"{PROMPT} must have the shape {(length, width)}, or more rows, for this base, got "
+      f"{found.shape if found.size else 'none'}: it belongs to another base"
     )
-  vectors = as_stored_array(tensors[PROMPT][:length] * prompt_scale(arrays, width))
-  adapter = adapters.PromptTuning(length=length)
-  return adapter, {f"target/{side}/prompt/prompt/prompt": vectors}
+  vectors = as_stored_array(found[:length] * prompt_scale(arrays, width))
+  return adapters.PromptTuning(length=length), {f"target/{side}/prompt/prompt/prompt": vectors}
 
 
 def prompt_scale(arrays: Arrays, width: int) -> float:
@@ -193,20 +189,23 @@ def _read_lora(settings: Config, groups: Groups, modules: Mapping[str, Module]) 
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
   use_dora = bool(settings.get("use_dora"))
+  alpha_pattern = settings.get("alpha_pattern") or {}
   for name, group in groups.items():
     module = modules[name]
     rank, size = group.get(LORA_A, np.zeros((0, 0))).shape[0], module.outputs * len(module.kernels)
     shapes: dict[str, Any] = {LORA_A: (rank, module.inputs), LORA_B: (size, rank)}
     shapes |= {MAGNITUDE: (size,)} if use_dora else {}
     _check_shapes(name, group, shapes)
-    alpha = float(_find(settings.get("alpha_pattern") or {}, name, settings.get("lora_alpha", 8)))
+    # As in PEFT, the first pattern counts that matches the end of the name.
+    matched = (x for key, x in alpha_pattern.items() if re.match(rf"(.*\.)?({key})$", name))
+    alpha = float(next(matched, settings.get("lora_alpha", 8)))
     for part, ours in enumerate(module.kernels):
       rows = slice(part * module.outputs, (part + 1) * module.outputs)
       ranks[ours], alphas[ours] = rank, alpha
-      added[f"{ours}/lora_a"] = as_stored_array(group[LORA_A].T)
-      added[f"{ours}/lora_b"] = as_stored_array(group[LORA_B][rows].T)
+      added[f"target/{ours}/lora_a"] = as_stored_array(group[LORA_A].T)
+      added[f"target/{ours}/lora_b"] = as_stored_array(group[LORA_B][rows].T)
       if use_dora:
-        added[f"{ours}/dora_magnitude"] = as_stored_array(group[MAGNITUDE][rows])
+        added[f"target/{ours}/dora_magnitude"] = as_stored_array(group[MAGNITUDE][rows])
   rank, alpha = statistics.mode(ranks.values()), statistics.mode(alphas.values())
   adapter = adapters.LoRA(
     targets=_our_targets(ranks, modules),
@@ -215,28 +214,28 @@ def _read_lora(settings: Config, groups: Groups, modules: Mapping[str, Module]) 
     rslora=bool(settings.get("use_rslora")),
     dora=use_dora,
     dropout=settings.get("lora_dropout") or 0.0,
-    rank_pattern={short_name(n): x for n, x in ranks.items() if x != rank},
-    alpha_pattern={short_name(n): x for n, x in alphas.items() if x != alpha},
+    rank_pattern={name: x for name, x in ranks.items() if x != rank},
+    alpha_pattern={name: x for name, x in alphas.items() if x != alpha},
   )
   return adapter, added
 
 
 def _read_ia3(groups: Groups, modules: Mapping[str, Module]) -> Read:
   added: dict[str, StoredArray] = {}
-  scaled: dict[str, list[str]] = {"inputs": [], "all": []}
+  targets: list[str] = []
+  input_targets: list[str] = []
   for name, group in groups.items():
     module, vector = modules[name], group[IA3_VECTOR]
     of_inputs, count = vector.shape[0] == 1, len(module.kernels)
     expected = (1, module.inputs) if of_inputs else (module.outputs * count, 1)
     _check_shapes(name, group, {IA3_VECTOR: expected})
     parts = [vector.ravel()] * count if of_inputs else np.split(vector.ravel(), count)
-    scaled["all"] += module.kernels
-    scaled["inputs"] += module.kernels if of_inputs else ()
-    added |= {
-      f"{n}/ia3_scaling": as_stored_array(x) for n, x in zip(module.kernels, parts, strict=True)
-    }
-  targets, inputs = (_our_targets(scaled[key], modules) for key in ("all", "inputs"))
-  return adapters.IA3(targets=targets, input_targets=inputs), added
+    for ours, part in zip(module.kernels, parts, strict=True):
+      added[f"target/{ours}/ia3_scaling"] = as_stored_array(part)
+    targets += module.kernels
+    input_targets += module.kernels if of_inputs else ()
+  scaled, by_inputs = (_our_targets(names, modules) for names in (targets, input_targets))
+  return adapters.IA3(targets=scaled, input_targets=by_inputs), added
 
 
 def _group_tensors(tensors: Mapping[str, np.ndarray], modules: Mapping[str, Module]) -> Groups:
@@ -274,20 +273,9 @@ def _check_shapes(
     )
 
 
-def _find(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-  """Returns the value of the first pattern that matches the end of a name, as PEFT does."""
-  found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
-  return next(found, default)
-
-
-def short_name(name: str) -> str:
-  """Returns a parameter's name without target/."""
-  return name.removeprefix("target/")
-
-
-def _our_targets(names: Iterable[str], modules: Mapping[str, Module]) -> tuple[str, ...]:
-  every = [short_name(kernel) for module in modules.values() for kernel in module.kernels]
-  return target_names([*map(short_name, names)], every, "/")
+def _our_targets(names: Collection[str], modules: Mapping[str, Module]) -> tuple[str, ...]:
+  every = [kernel for module in modules.values() for kernel in module.kernels]
+  return target_names(names, every, "/")
 
 
 def target_names(names: Collection[str], every: Collection[str], separator: str) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from rosetta_t5 import adapters
 from rosetta_t5.checkpoints.formats.hugging_face import peft_folder
 from rosetta_t5.checkpoints.formats.hugging_face.families import BY_MODEL_TYPE
 from rosetta_t5.checkpoints.formats.hugging_face.name_tables import Arrays, Config
-from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Groups, Module, short_name
+from rosetta_t5.checkpoints.formats.hugging_face.peft_folder import Module
 
 
 def write(
@@ -53,12 +53,7 @@ def write(
     base_arrays = {n: x for n, x in arrays.items() if not n.endswith(adapter.suffixes)}
     modules = peft_folder.modules_of(base_arrays, config)
     describe: Any = _describe_lora if isinstance(adapter, adapters.LoRA) else _describe_ia3
-    settings, groups = describe(adapter, arrays, modules)
-    tensors = {
-      f"{peft_folder.PREFIX}{name}.{kind}": x
-      for name, of in groups.items()
-      for kind, x in of.items()
-    }
+    settings, tensors = describe(adapter, arrays, modules)
     is_transposed = next(iter(modules.values())).is_transposed
     settings |= {"fan_in_fan_out": not is_transposed}
   is_decoder = BY_MODEL_TYPE[config["model_type"]].IS_DECODER
@@ -75,21 +70,22 @@ def write(
 
 def _describe_lora(
   adapter: adapters.LoRA, arrays: Arrays, modules: Mapping[str, Module]
-) -> tuple[dict[str, Any], Groups]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   """Returns adapter_config.json's entries, and the tensors, of a LoRA."""
-  groups: Groups = {}
+  tensors: dict[str, np.ndarray] = {}
   ranks: dict[str, int] = {}
   alphas: dict[str, float] = {}
   for name, module in modules.items():
-    if not any(f"{ours}/lora_a" in arrays for ours in module.kernels):
+    if not any(f"target/{ours}/lora_a" in arrays for ours in module.kernels):
       continue
     a_RI, b_OR, factor = _joined_lora(adapter, arrays, module)
     ranks[name] = len(a_RI)
     alphas[name] = factor * (math.sqrt(len(a_RI)) if adapter.rslora else len(a_RI))
-    groups[name] = {peft_folder.LORA_A: a_RI, peft_folder.LORA_B: b_OR}
+    prefix = f"{peft_folder.PREFIX}{name}"
+    tensors |= {f"{prefix}.{peft_folder.LORA_A}": a_RI, f"{prefix}.{peft_folder.LORA_B}": b_OR}
     if adapter.dora:
-      magnitudes = [_magnitude(arrays, ours) for ours in module.kernels]
-      groups[name][peft_folder.MAGNITUDE] = np.concatenate(magnitudes)
+      magnitudes = [_magnitude(arrays, f"target/{ours}") for ours in module.kernels]
+      tensors[f"{prefix}.{peft_folder.MAGNITUDE}"] = np.concatenate(magnitudes)
   rank, alpha = statistics.mode(ranks.values()), statistics.mode(alphas.values())
   return {
     "r": rank,
@@ -101,7 +97,7 @@ def _describe_lora(
     "target_modules": list(peft_folder.target_names(ranks, modules, ".")),
     "rank_pattern": {name: x for name, x in ranks.items() if x != rank},
     "alpha_pattern": {name: x for name, x in alphas.items() if x != alpha},
-  }, groups
+  }, tensors
 
 
 def _joined_lora(
@@ -111,21 +107,19 @@ def _joined_lora(
 
   Kernels that are joined share A if theirs are equal. Otherwise their A are stacked, and B is block-diagonal.
   """
-  has = [ours for ours in module.kernels if f"{ours}/lora_a" in arrays]
-  parts = {n: tuple(arrays[f"{n}/lora_{x}"].get().T for x in "ab") for n in has}
-  factors = {n: adapter.factor_of(short_name(n)) for n in has}
-  factor, (first_a, _) = factors[has[0]], parts[has[0]]
-  is_shared = all(np.array_equal(a, first_a) for a, _ in parts.values())
-  stacked = [first_a] if is_shared else [a for a, _ in parts.values()]
-  width, column, blocks = sum(map(len, stacked)), 0, []
-  for ours in module.kernels:
-    block = np.zeros((module.outputs, width), np.float32)
-    if ours in parts:
-      a_RI, b_OR = parts[ours]
-      block[:, column : column + len(a_RI)] = b_OR * (factors[ours] / factor)
-      column += 0 if is_shared else len(a_RI)
-    blocks.append(block)
-  return np.concatenate(stacked), np.concatenate(blocks), factor
+  has = [ours for ours in module.kernels if f"target/{ours}/lora_a" in arrays]
+  parts = [[arrays[f"target/{ours}/lora_{x}"].get().T for x in "ab"] for ours in has]
+  factors = [adapter.factor_of(ours) for ours in has]
+  is_shared = all(np.array_equal(a_RI, parts[0][0]) for a_RI, _ in parts)
+  joined_RI = parts[0][0] if is_shared else np.concatenate([a_RI for a_RI, _ in parts])
+  joined_OR = np.zeros((module.outputs * len(module.kernels), len(joined_RI)), np.float32)
+  column = 0
+  for ours, (_, b_OR), factor in zip(has, parts, factors, strict=True):
+    row, rank = module.outputs * module.kernels.index(ours), b_OR.shape[1]
+    block = b_OR * (factor / factors[0])
+    joined_OR[row : row + module.outputs, column : column + rank] = block
+    column += 0 if is_shared else rank
+  return joined_RI, joined_OR, factors[0]
 
 
 def _magnitude(arrays: Arrays, kernel: str) -> np.ndarray:
@@ -138,27 +132,27 @@ def _magnitude(arrays: Arrays, kernel: str) -> np.ndarray:
 
 def _describe_ia3(
   adapter: adapters.IA3, arrays: Arrays, modules: Mapping[str, Module]
-) -> tuple[dict[str, Any], Groups]:
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   """Returns adapter_config.json's entries, and the tensors, of an (IA)³."""
-  groups: Groups = {}
-  of_inputs = set()
+  tensors: dict[str, np.ndarray] = {}
+  of_inputs, of_outputs = [], []
   for name, module in modules.items():
-    found = [arrays.get(f"{n}/ia3_scaling") for n in module.kernels]
-    ones = np.ones(module.outputs, np.float32)
-    vectors = [ones if x is None else x.get() for x in found]
+    found = [arrays.get(f"target/{ours}/ia3_scaling") for ours in module.kernels]
     if not any(found):
       continue
-    if adapter.scales_inputs(short_name(module.kernels[0])):
+    ones, key = np.ones(module.outputs), f"{peft_folder.PREFIX}{name}.{peft_folder.IA3_VECTOR}"
+    vectors = [ones if x is None else x.get() for x in found]
+    if adapter.scales_inputs(module.kernels[0]):
       if not all(found) or any(not np.array_equal(x, vectors[0]) for x in vectors):
         raise ValueError(
           f"PEFT cannot scale the inputs of {', '.join(module.kernels)} by different vectors, because they are "
           f"one matrix, {name}"
         )
-      of_inputs.add(name)
-      groups[name] = {peft_folder.IA3_VECTOR: vectors[0][None]}
+      of_inputs.append(name)
+      tensors[key] = vectors[0][None]
     else:
-      groups[name] = {peft_folder.IA3_VECTOR: np.concatenate(vectors)[:, None]}
+      of_outputs.append(name)
+      tensors[key] = np.concatenate(vectors)[:, None]
   # PEFT requires that the names of the one are among those of the other.
-  of_outputs = groups.keys() - of_inputs
   inputs, outputs = (peft_folder.target_names(x, modules, ".") for x in (of_inputs, of_outputs))
-  return {"target_modules": [*inputs, *outputs], "feedforward_modules": list(inputs)}, groups
+  return {"target_modules": [*inputs, *outputs], "feedforward_modules": list(inputs)}, tensors
