@@ -88,7 +88,7 @@ def choose_metrics(
     task: its name.
   """
   metrics, reason = (list(given), "") if given else _metrics_of(targets)
-  choice = Choice("metrics", metrics, reason)
+  choice = Choice("data.file_task.metrics", metrics, reason)
   if not metrics:
     return choice, Monitor(_LOSS, "min", f"training_eval/{task}", "TRAIN_EVAL")
   value = _VALUES.get(metrics[0], metrics[0])

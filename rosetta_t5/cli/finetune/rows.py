@@ -19,10 +19,8 @@ _LONG = 1 << 20  # tokens: no example is truncated when lengths are measured
 _EVAL_PERCENT, _EVAL_ROWS = 10.0, 500
 _OF_FILES = ("inputs", "targets", "eval", "metrics")
 # The splits of a folder of files, by the names of files or of folders in it.
-_SPLITS = {
-  "train": re.compile(r"(^|[/_.-])train(?![a-z])"),
-  "validation": re.compile(r"(^|[/_.-])(validation|valid|val|dev)(?![a-z])"),
-}
+_TRAIN = re.compile(r"(^|[/_.-])train(?![a-z])")
+_VALIDATION = re.compile(r"(^|[/_.-])(validation|valid|val|dev)(?![a-z])")
 
 
 class Measured(NamedTuple):
@@ -31,16 +29,16 @@ class Measured(NamedTuple):
   Attributes:
     task: the name of the task that is evaluated.
     lengths: the numbers of tokens of each feature of the first examples, with the end token.
+    metrics: the names of the task's metrics; none if there are several tasks.
     train: the number of examples that are trained on; None if it is unknown.
     evaluated: the number of those that are not.
-    metrics: the names of the task's metrics; none if there are several tasks.
   """
 
   task: str
   lengths: Mapping[str, Any]
+  metrics: Sequence[str]
   train: int | None
   evaluated: int | None
-  metrics: Sequence[str]
 
 
 class Files:
@@ -103,11 +101,9 @@ class Files:
     values = {**self.arguments, "vocabulary": vocabulary, "name": self.name}
     about = "about " * (values.get("validation_percent") != _EVAL_PERCENT)
     share = f"{about}{found.evaluated:,} rows that are never trained on; {found.train:,} are"
-    given = [Choice(n, x, share if n == "validation_percent" else "") for n, x in values.items()]
-    return [
-      Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()")),
-      *(each._replace(name=f"data.file_task.{each.name}") for each in (*given, metrics)),
-    ]
+    reasons = {"validation_percent": share}
+    given = [Choice(f"data.file_task.{n}", x, reasons.get(n, "")) for n, x in values.items()]
+    return [Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()")), *given, metrics]
 
 
 class Tasks:
@@ -176,12 +172,9 @@ def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
   train, held_out = [], []
   for name in map(os.path.abspath, names):
     files = reading.find_files(name) if os.path.isdir(name) else []
-    of = {
-      split: [file for file in files if pattern.search(os.path.relpath(file, name))]
-      for split, pattern in _SPLITS.items()
-    }
-    train += of["train"] or [name]
-    held_out += of["validation"] if of["train"] else []
+    if of_train := [file for file in files if _TRAIN.search(os.path.relpath(file, name))]:
+      held_out += [file for file in files if _VALIDATION.search(os.path.relpath(file, name))]
+    train += of_train or [name]
   return train, held_out
 
 
@@ -206,6 +199,5 @@ def _measure(name: str) -> Measured:
   for cfg in (train, evaluated):
     with_split = dataset_config.subtasks_with_split(cfg, task)
     counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in with_split) or None)
-  metrics = [metric.__name__ for metric in getattr(task, "metric_fns", ())]
-  known = [name for name in metrics if name in task_metrics.METRICS]
-  return Measured(name, found, counts[0], counts[1], known)
+  metrics = (metric.__name__ for metric in getattr(task, "metric_fns", ()))
+  return Measured(name, found, [n for n in metrics if n in task_metrics.METRICS], *counts)
