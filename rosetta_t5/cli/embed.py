@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import io
 import os
-import pathlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,7 +148,7 @@ def _write(
 ) -> None:
   """Writes the vectors, in a Parquet file beside the columns: one per row, or `counts` of them."""
   buffer = io.BytesIO()
-  if pathlib.PurePath(path).suffix == ".npy":
+  if path.endswith(".npy"):
     np.save(buffer, vectors_ND)
   else:
     import pyarrow as pa

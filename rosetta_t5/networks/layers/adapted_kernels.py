@@ -48,9 +48,8 @@ class AdaptedKernel(struct.PyTreeNode):
     return jax.tree.map(lambda x: x if x.dtype == jnp.int8 else x.astype(dtype), self)
 
   def __truediv__(self, divisor: Any) -> AdaptedKernel:
-    scale = self.output_scale
-    scale = 1.0 / divisor if scale is None else scale / divisor
-    return self.replace(output_scale=jnp.broadcast_to(scale, self.kernel.shape[1:]))
+    scale = 1.0 if self.output_scale is None else self.output_scale
+    return self.replace(output_scale=jnp.broadcast_to(scale / divisor, self.kernel.shape[1:]))
 
   def merged(self, dtype: Any = jnp.float32) -> Float[Array, "I *layers O"]:
     """Returns the matrix by which the inputs are multiplied, or those of scanned layers, computed in float32."""
@@ -59,7 +58,8 @@ class AdaptedKernel(struct.PyTreeNode):
       return layers
     merged_IO = self._with_low_rank()
     if self.dora_magnitude is not None:
-      merged_IO = merged_IO * (self.dora_magnitude / _column_norms(merged_IO))[None]
+      norms_O = jnp.linalg.norm(merged_IO, axis=0)
+      merged_IO = merged_IO * (self.dora_magnitude / norms_O)[None]
     if self.input_scale is not None:
       merged_IO = merged_IO * self.input_scale[:, None]
     if self.output_scale is not None:
@@ -90,7 +90,7 @@ class AdaptedKernel(struct.PyTreeNode):
       y_NO = y_NO + product(product(seen_NI, self.lora_a), self.lora_b) * self.factor
     if self.dora_magnitude is not None:
       # The norm is a constant in the backward pass, as in section 4.3 of the paper.
-      norms_O = _column_norms(jax.lax.stop_gradient(self)._with_low_rank())
+      norms_O = jnp.linalg.norm(jax.lax.stop_gradient(self)._with_low_rank(), axis=0)
       y_NO = _scale(y_NO, (self.dora_magnitude / norms_O).astype(y_NO.dtype))
     return y_NO if self.output_scale is None else _scale(y_NO, self.output_scale)
 
@@ -112,7 +112,3 @@ def _product_of_int8(x_NI: Array, kernel_IO: Array, scale_O: Array) -> Array:
 def _scale(x: Array, vector: Array) -> Array:
   """Returns rows times a vector."""
   return x * vector.reshape((1,) * (x.ndim - 1) + vector.shape)
-
-
-def _column_norms(kernel_IO: Array) -> Array:
-  return jnp.sqrt(jnp.sum(jnp.square(kernel_IO), axis=0))

@@ -24,8 +24,7 @@ from rosetta_t5.networks.layers.prompt import (
 def np_load(path: epath.PathLike, restore_dtype: Any = None) -> np.ndarray:
   """Returns the array in a file of numpy."""
   with epath.Path(path).open("rb") as file:
-    array = np.load(file)
-  return array if restore_dtype is None else array.astype(restore_dtype)
+    return np.asarray(np.load(file), restore_dtype)
 
 
 def t5x_load(
@@ -39,8 +38,7 @@ def t5x_load(
     restore_dtype: the type of the array; None for its own.
   """
   name = "target/" + re.sub(r"^(target)?/", "", variable_path)
-  array = np.asarray(read_arrays(resolve_checkpoint(checkpoint_path))[name].get())
-  return array if restore_dtype is None else array.astype(restore_dtype)
+  return np.asarray(read_arrays(resolve_checkpoint(checkpoint_path))[name].get(), restore_dtype)
 
 
 @dataclasses.dataclass(kw_only=True)

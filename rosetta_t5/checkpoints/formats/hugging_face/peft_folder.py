@@ -20,10 +20,10 @@ from rosetta_t5.files import read_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TYPES = {"LORA": adapters.LoRA, "IA3": adapters.IA3, "PROMPT_TUNING": adapters.PromptTuning}
-# Entries that change what is computed, and that are not supported. Empty lists and dicts have no effect.
+# Entries that change what is computed, and that are not supported. "none", and empty lists and dicts, have no effect.
 _UNSUPPORTED = (
   *("lora_bias", "use_qalora", "use_bdlora", "modules_to_save", "trainable_token_indices"),
-  *("target_parameters", "layer_replication", "alora_invocation_tokens"),
+  *("target_parameters", "layer_replication", "alora_invocation_tokens", "bias"),
   *("monteclora_config", "kasa_config", "arrow_config"),
 )
 # Their first step changes the weights of the base, so that the tensors do not fit the base itself.
@@ -117,9 +117,7 @@ def read(path: epath.PathLike, arrays: Arrays, config: Config) -> Read:
 def _read_settings(root: epath.Path) -> dict[str, Any]:
   settings = read_json_object(root / CONFIG)
   check_one_of(f"{root / CONFIG}: peft_type", settings.get("peft_type"), TYPES)
-  wrong = [key for key in _UNSUPPORTED if settings.get(key)]
-  if settings.get("bias") not in (None, "none"):
-    wrong.append("bias")
+  wrong = [key for key in _UNSUPPORTED if settings.get(key) and settings[key] != "none"]
   if _CHANGE_BASE.fullmatch(str(settings.get("init_lora_weights"))):
     wrong.append("init_lora_weights")
   if wrong:
