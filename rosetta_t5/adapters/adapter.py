@@ -107,8 +107,8 @@ class Adapter:
     known = {name.removesuffix("_axes"): tuple(x.names or ()) for name, x in axes.items()}
     for name, dims in self.added_axes(params, known).items():
       axes[f"{name}_axes"] = partitioning.AxisMetadata(tuple(dims))
-    found = {"params": params, "params_axes": axes}
-    changed = {**variables, **{n: nested(x, like=variables[n]) for n, x in found.items()}}
+    changed = {**variables, "params": unflatten_dict(params, sep="/")}
+    changed["params_axes"] = unflatten_dict(axes, sep="/")
     return freeze(changed) if isinstance(variables, FrozenDict) else changed
 
   def check_names(self, params: Flat) -> None:
@@ -164,7 +164,7 @@ class Adapter:
         bias = remaining.get(f"{module}/bias")
         if bias is not None and kernel.output_scale is not None:  # Biases are outputs too.
           remaining[f"{module}/bias"] = bias * kernel.output_scale
-    return nested(remaining, like=params)
+    return unflatten_dict(remaining, sep="/")
 
   def pop_added(self, params: Flat, module: str) -> Flat:
     """Removes what was added to a projection from `params`; returns it by the ends of the names."""
@@ -225,12 +225,6 @@ class PromptTuning(Adapter):
 def flat(tree: PyTree) -> Flat:
   """Returns a nested dict as a flat one, by names such as encoder/layers_0/mlp/wi/kernel."""
   return flatten_dict(unfreeze(tree), sep="/")
-
-
-def nested(params: Flat, like: PyTree) -> PyTree:
-  """Returns a flat dict as a nested one, which is frozen if `like` is."""
-  tree = unflatten_dict(params, sep="/")
-  return freeze(tree) if isinstance(like, FrozenDict) else tree
 
 
 def is_kernel(name: str, value: Any) -> bool:

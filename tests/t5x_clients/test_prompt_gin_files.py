@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from tiny_tasks import PAIRS, byte_model, byte_vocabulary, save_checkpoints
 
-from rosetta_t5.adapters.adapter import flat, nested
+from rosetta_t5.adapters.adapter import flat
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.config import parse_gin_flags
 from rosetta_t5.traced.program import with_config
@@ -352,7 +353,7 @@ def test_a_prompt_is_trained_alone_continued_and_used_from_its_file(tmp_path):
   start(tmp_path, "t5x.infer", LAYERS + MODEL + INFER + FROM_FILE, **score)
   lines = (tmp_path / "numbers-score.jsonl-00000-of-00001").read_text().splitlines()
   params = {name: jnp.asarray(after[name].get()) for name in names}
-  params = nested({name.removeprefix("target/"): x for name, x in params.items()}, like={})
+  params = unflatten_dict({n.removeprefix("target/"): x for n, x in params.items()}, sep="/")
   model = with_config(byte_model(), prompt_length=6)
   expected = model.score_batch(params, batch_of(PAIRS))
   np.testing.assert_allclose([json.loads(line)["score"] for line in lines], expected, rtol=1e-4)

@@ -160,12 +160,10 @@ def choose_steps(
   else:
     epochs = options.epochs or _EPOCHS
     number = math.ceil(epochs * epoch)
-    is_few = not options.epochs and number < _FEWEST_STEPS
-    reason = f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)"
-    if is_few:
+    steps = Choice("TRAIN_STEPS", number, f"{epochs:g} epochs of {epoch} steps ({rows:,} rows)")
+    if not options.epochs and number < _FEWEST_STEPS:
       reason = f"{_FEWEST_STEPS / epoch:.3g} epochs; 3 epochs would be only {number} steps"
-      number = _FEWEST_STEPS
-    steps = Choice("TRAIN_STEPS", number, reason, is_few)
+      steps = Choice("TRAIN_STEPS", _FEWEST_STEPS, reason, is_noted=True)
   period = min(steps.value, max(epoch or 1, math.ceil(steps.value / _EVALUATIONS)))
   text = f"at most {_EVALUATIONS} evaluations, and at most one in an epoch"
   return batch, steps, Choice("EVAL_PERIOD", period, text)

@@ -61,7 +61,7 @@ def make_recipe(
     )
   bound = re.search(r"^models\.\w+\.(?:output_)?vocabulary = (.+)$", statements, re.M)
   vocabulary = Code(bound[1] if bound else "%VOCABULARY")
-  found = data.measure(model.output_vocabulary)
+  found = data.measure(model.output_vocabulary, vocabulary)
   wanted = options.metrics or found.metrics
   metrics, monitor = choices.choose_metrics(data.targets, wanted, found.task)
   limit = getattr(model.network_config, "max_length", None)
@@ -74,7 +74,7 @@ def make_recipe(
   seeds = [Choice(name, options.seed, "makes it repeatable") for name in ("RANDOM_SEED", SEED)]
   sections = {
     "The model": _model_choices(options, model, checkpoint, devices[1]),
-    "The data": [*data.choices(found, vocabulary, metrics), lengths, *_READING],
+    "The data": [*found.bindings, *([metrics] if data.targets else []), lengths, *_READING],
     "The run": [
       Choice("MODEL_DIR", os.path.abspath(options.out)),
       *(batch, steps, *seeds),

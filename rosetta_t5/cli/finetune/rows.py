@@ -1,6 +1,7 @@
 """The data of `rosetta-t5 finetune`: files of rows or SeqIO tasks, checked and measured before a run."""
 
 import argparse
+import dataclasses
 import glob
 import os
 import pathlib
@@ -16,7 +17,7 @@ from rosetta_t5.user_errors import ConfigError
 
 _LONG = 1 << 20  # tokens: no example is truncated when lengths are measured
 # Of the rows, if no file is given for the evaluation; and the number of rows that are enough.
-_EVAL_PERCENT, _EVAL_ROWS = 10.0, 500
+_EVAL_PART, _EVAL_ROWS = {"validation_percent": 10.0}, 500
 _OF_FILES = ("inputs", "targets", "eval", "metrics")
 # The splits of a folder of files, by the names of files or of folders in it.
 _TRAIN = re.compile(r"(^|[/_.-])train(?![a-z])")
@@ -24,7 +25,7 @@ _VALIDATION = re.compile(r"(^|[/_.-])(validation|valid|val|dev)(?![a-z])")
 
 
 class Measured(NamedTuple):
-  """What the first examples show, and how many there are.
+  """What the first examples show, how many there are, and how the gin file names them.
 
   Attributes:
     task: the name of the task that is evaluated.
@@ -32,6 +33,7 @@ class Measured(NamedTuple):
     metrics: the names of the task's metrics; none if there are several tasks.
     train: the number of examples that are trained on; None if it is unknown.
     evaluated: the number of those that are not.
+    bindings: those of the task, without its metrics.
   """
 
   task: str
@@ -39,6 +41,7 @@ class Measured(NamedTuple):
   metrics: Sequence[str]
   train: int | None
   evaluated: int | None
+  bindings: Sequence[Choice] = ()
 
 
 class Files:
@@ -59,9 +62,8 @@ class Files:
     columns = {name: getattr(options, name) or name for name in ("inputs", "targets")}
     train, held_out = _split(options.data)
     held_out = [os.path.abspath(name) for name in options.eval or held_out]
-    self.arguments: dict[str, Any] = {"files": train, "objective": "seq2seq", **columns}
-    percent: dict[str, Any] = {"validation_percent": _EVAL_PERCENT}
-    self.arguments |= {"validation_files": held_out} if held_out else percent
+    part: dict[str, Any] = {"validation_files": held_out} if held_out else _EVAL_PART
+    self.arguments = {"files": train, "objective": "seq2seq", **columns, **part}
     convert, files = reading.make_converter(columns), reading.find_files([*train, *held_out])
     rows: list[Mapping[str, str]] = []
     try:
@@ -77,33 +79,35 @@ class Files:
     stem = pathlib.Path(options.data[0]).name.partition(".")[0]
     self.name = re.sub(r"\W+", "_", stem).strip("_") or "rows"
 
-  def measure(self, vocabulary: Any) -> Measured:
-    """Tokenizes the first rows, and counts all; lowers the share of the rows that is evaluated if they are many."""
+  def measure(self, vocabulary: Any, code: Code) -> Measured:
+    """Tokenizes the first rows, and counts all; lowers the share of the rows that is evaluated if they are many.
+
+    Args:
+      vocabulary: the SeqIO vocabulary.
+      code: the gin value that is this vocabulary.
+    """
     from rosetta_t5.data import file_task
 
     # The name is made of the arguments: the run registers a task of its own.
-    found = _measure(file_task(**self.arguments, vocabulary=vocabulary))._replace(task=self.name)
+    found = _measure(file_task(**self.arguments, vocabulary=vocabulary), self.name)
     total = (found.train or 0) + (found.evaluated or 0)
     if not found.train or not found.evaluated:
       raise ConfigError(
         f"{total} rows are too few to evaluate a part of them (equal rows stay together): give rows for the "
         "evaluation, --eval FILE"
       )
-    percent = self.arguments.get("validation_percent")
-    if percent and percent * total > 100 * _EVAL_ROWS:
-      percent = self.arguments["validation_percent"] = round(max(0.1, 100 * _EVAL_ROWS / total), 1)
+    values = {**self.arguments, "vocabulary": code, "name": self.name}
+    about = ""
+    if values.get("validation_percent", 0) * total > 100 * _EVAL_ROWS:
+      about = "about "
+      percent = values["validation_percent"] = round(max(0.1, 100 * _EVAL_ROWS / total), 1)
       evaluated = round(total * percent / 100)
-      return found._replace(evaluated=evaluated, train=total - evaluated)
-    return found
-
-  def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
-    """Returns the bindings of the task."""
-    values = {**self.arguments, "vocabulary": vocabulary, "name": self.name}
-    about = "about " * (values.get("validation_percent") != _EVAL_PERCENT)
+      found = found._replace(evaluated=evaluated, train=total - evaluated)
     share = f"{about}{found.evaluated:,} rows that are never trained on; {found.train:,} are"
     reasons = {"validation_percent": share}
     given = [Choice(f"data.file_task.{n}", x, reasons.get(n, "")) for n, x in values.items()]
-    return [Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()")), *given, metrics]
+    task = Choice("MIXTURE_OR_TASK_NAME", Code("@data.file_task()"))
+    return found._replace(bindings=[task, *given])
 
 
 class Tasks:
@@ -121,32 +125,29 @@ class Tasks:
       raise ConfigError(f"--{given[0]} is for files of rows, but {options.data[0]} is a SeqIO task")
     self.names: list[str] = options.data
 
-  def measure(self, vocabulary: Any) -> Measured:
-    """Tokenizes the first examples of each task, and counts all."""
+  def measure(self, vocabulary: Any, code: Code) -> Measured:
+    """Tokenizes the first examples of each task, and counts all; see `Files.measure`."""
     from rosetta_t5.data import known_task, mixture
     from rosetta_t5.data.tasks.catalogue import registered_names
 
-    known = {*registered_names(), *TASKS}
+    registered = {*registered_names(), *TASKS}
     for name in self.names:
-      if name not in known:
-        files, tasks = near_hint(name, os.listdir()), near_hint(name, known)
+      if name not in registered:
+        files, tasks = near_hint(name, os.listdir()), near_hint(name, registered)
         raise ConfigError(f"There is no file {name!r}{files}, and no SeqIO task{tasks}")
     own = [known_task(name, vocabulary) if name in TASKS else name for name in self.names]
-    return _measure(own[0] if len(own) == 1 else mixture(own))._replace(task=own[0])
-
-  def choices(self, found: Measured, vocabulary: Any, metrics: Choice) -> list[Choice]:
-    """Returns the bindings of the tasks, with the model's vocabulary for those that are known here."""
-    del found, metrics
     known = [name for name in self.names if name in TASKS]
     parts = [Code(f"@{n}/data.known_task()") if n in known else n for n in self.names]
     data = parts[0] if len(parts) == 1 else Code("@data.mixture()")
     mixed = Choice("data.mixture.tasks", parts, "in proportion to their examples")
-    return [
+    bindings = [
       Choice("MIXTURE_OR_TASK_NAME", data),
       *([mixed] if len(parts) > 1 else []),
       *(Choice(f"{name}/data.known_task.name", name) for name in known),
-      *(Choice(f"{name}/data.known_task.vocabulary", vocabulary) for name in known),
+      *(Choice(f"{name}/data.known_task.vocabulary", code) for name in known),
     ]
+    name = own[0] if len(own) == 1 else mixture(own)
+    return _measure(name, own[0])._replace(bindings=bindings)
 
 
 def open_data(options: argparse.Namespace) -> Files | Tasks:
@@ -178,26 +179,21 @@ def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
   return train, held_out
 
 
-def _measure(name: str) -> Measured:
+def _measure(name: str, task_name: str) -> Measured:
+  """Measures the task or mixture of a name; `task_name` is that of the task that is evaluated."""
   import numpy as np
 
   from rosetta_t5.data import dataset_config
   from rosetta_t5.data.pipeline.data_description import first_examples
 
   lengths = {"inputs": _LONG, "targets": _LONG}
-  train, evaluated = (
-    dataset_config.DatasetConfig(name, lengths, split, 1, shuffle=False, seed=0)
-    for split in ("train", "validation")
-  )
-  parts = first_examples(train)
-  found = {
-    feature: np.concatenate([each.lengths[feature] for each in parts if feature in each.lengths])
-    for feature in lengths
-  }
+  train = dataset_config.DatasetConfig(name, lengths, "train", 1, shuffle=False, seed=0)
+  parts = [each.lengths for each in first_examples(train)]
+  found = {n: np.concatenate([part[n] for part in parts if n in part]) for n in lengths}
   task = dataset_config.find_task_or_mixture(train)
-  counts = []
-  for cfg in (train, evaluated):
+  counts: list[Any] = []
+  for cfg in (train, dataclasses.replace(train, split="validation")):
     with_split = dataset_config.subtasks_with_split(cfg, task)
     counts.append(sum(part.num_input_examples(cfg.split) or 0 for part in with_split) or None)
   metrics = (metric.__name__ for metric in getattr(task, "metric_fns", ()))
-  return Measured(name, found, [n for n in metrics if n in task_metrics.METRICS], *counts)
+  return Measured(task_name, found, [n for n in metrics if n in task_metrics.METRICS], *counts)

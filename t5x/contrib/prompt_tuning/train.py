@@ -37,8 +37,7 @@ class PromptEncoder(flaxformer.Encoder):
   def settings(self) -> dict[str, Any]:
     """Returns the settings of `T5Config` that the stack and the prompt make."""
     prompt = self.prompt_factory().prompt
-    vectors = {"prompt_length": prompt.length, "prompt_init": prompt.prompt_init}
-    return {**super().settings(), **vectors}
+    return {**super().settings(), "prompt_length": prompt.length, "prompt_init": prompt.prompt_init}
 
 
 def PromptEncoderDecoder(

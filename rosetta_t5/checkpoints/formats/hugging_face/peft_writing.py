@@ -54,8 +54,7 @@ def write(
     modules = peft_folder.modules_of(base_arrays, config)
     describe: Any = _describe_lora if isinstance(adapter, adapters.LoRA) else _describe_ia3
     settings, tensors = describe(adapter, arrays, modules)
-    is_transposed = next(iter(modules.values())).is_transposed
-    settings |= {"fan_in_fan_out": not is_transposed}
+    settings["fan_in_fan_out"] = not next(iter(modules.values())).is_transposed
   is_decoder = BY_MODEL_TYPE[config["model_type"]].IS_DECODER
   settings |= {
     "peft_type": kinds[0],
