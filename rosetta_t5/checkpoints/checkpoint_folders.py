@@ -246,8 +246,8 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
 
   Raises:
     UnreadableCheckpointError: files are missing or damaged.
-    ValueError: there is no checkpoint, the folder contains another step, or this machine cannot open
-      the files.
+    ValueError: there is no checkpoint, the folder contains another step, this machine cannot open the
+      files, or the base of an adapter is missing or damaged.
   """
   is_step_folder = step_of(path) is not None and epath.Path(path).is_dir()
   read = _READERS.get(detect_checkpoint_type(path), t5x_layouts.read_arrays)
@@ -269,7 +269,11 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
       f"{path} has the adapter only, and its base {base} is missing: move it back to this path, or put a link "
       "to it there"
     )
-  return {**{n: x for n, x in read_arrays(base).items() if n.startswith("target/")}, **arrays}
+  try:
+    return {**{n: x for n, x in read_arrays(base).items() if n.startswith("target/")}, **arrays}
+  except UnreadableCheckpointError as error:
+    # An error of another class, because this checkpoint is not damaged and must keep its name.
+    raise ValueError(f"the base {base} of the adapter in {path} cannot be read: {error}") from error
 
 
 def adapter_fact(path: epath.PathLike) -> dict[str, Any]:

@@ -100,6 +100,11 @@ def restore_train_state(
   try:
     restored |= _transfer_to_devices(converted, shardings)
   except checkpoint_folders.DAMAGE_ERRORS as error:
+    if base := checkpoint_folders.adapter_fact(path).get("base"):
+      # The files of `path` itself have been compared with their checksums, so this is not damage of `path`.
+      raise ValueError(
+        f"the base {base} of the adapter in {path} cannot be read: {error}"
+      ) from error
     raise checkpoint_folders.unreadable_error(path, error) from error
   for name, leaf in state_dicts.flatten_state_dict(fallback_state or {}).items():
     if name in shardings and name not in restored:

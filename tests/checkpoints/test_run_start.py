@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rosetta_t5 import data
+from rosetta_t5 import adapters, data
 from rosetta_t5.checkpoints import (
   STARTED_FROM,
   VOCABULARIES,
@@ -28,6 +28,8 @@ from rosetta_t5.checkpoints import (
   read_run_facts,
   read_start_facts,
 )
+from rosetta_t5.checkpoints.arrays import lazy_arrays
+from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER
 from rosetta_t5.data.tensorflow_import import import_seqio
 from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 
@@ -270,6 +272,32 @@ def test_a_damaged_checkpoint_in_another_folder_is_not_renamed(setup, pretrained
   with pytest.raises(UnreadableCheckpointError, match=r"Older steps beside it: 10"):
     begin(setup, tmp_path / "model", restore=RestoreCheckpointConfig(path=str(pretrained)))
   assert all_steps(pretrained) == [10, 20]
+
+
+@pytest.mark.parametrize("damage", ["index", "values"])
+def test_a_damaged_base_of_an_adapter_does_not_rename_the_run_s_checkpoints(
+  setup, pretrained, tmp_path, damage, monkeypatch
+):
+  fact = {**adapters.LoRA().settings(), "base": f"{pretrained}/checkpoint_20"}
+  fact |= {"base_parameters": ["target/wi"]}
+  model_dir, save = tmp_path / "model", SaveCheckpointConfig(period=1)
+  _, manager = begin(setup, model_dir, save, run_facts={ADAPTER: fact})
+  for step in (1, 2):
+    manager.save(setup.state(step=step))
+  manager.close()
+  if damage == "index":
+    (pretrained / "checkpoint_20/state/manifest.ocdbt").write_bytes(b"cut off")
+  else:
+
+    def read(*_):
+      raise ValueError("a chunk is cut off")
+
+    monkeypatch.setattr(lazy_arrays, "start_device_transfer", read)
+  with pytest.raises(
+    ValueError, match=r"the base .*checkpoint_20 of the adapter in .*checkpoint_2"
+  ):
+    begin(setup, model_dir, save)
+  assert all_steps(model_dir) == [1, 2]
 
 
 def test_the_state_of_another_optimizer_is_initialized_with_fallback_to_scratch(
