@@ -64,7 +64,10 @@ def test_infer_and_chat_answer_conversations_by_the_template(folder, monkeypatch
   ((_, prediction),), _ = texts.infer(mode, [prompt], default_preprocessors(), opened.state)
   assert row["prediction"] == prediction.decode().strip()
   second = [QUESTION, {"role": "assistant", "content": row["prediction"]}, QUESTION]
-  (answer,) = infer(folder, [{"conversations": second}])
+  known = {"from": "gpt", "value": "w3"}  # the answer of a row to train on
+  answer, same = infer(folder, [{"conversations": turns} for turns in (second, [*second, known])])
+  assert same["inputs"] == {"conversations": [*second, known]}
+  assert same["prediction"] == answer["prediction"]
   typed = iter(["w9 w4 w17", "w9 w4 w17", ""])
   monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
   assert cli.main(["chat", str(folder)]) == 0
