@@ -173,16 +173,11 @@ def has_conversations(options: argparse.Namespace) -> bool:
 
 
 def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
-  """Returns the messages of a row as the input, or the reason why there are none.
+  """Returns the messages of a row as the input, or the reason why there are none."""
+  from rosetta_t5.data.vocabularies.chat_template import prompt_of
 
-  A last turn of the assistant is left out: it is the answer in a row to train on, and the model gives its own.
-  """
-  from rosetta_t5.data.vocabularies.chat_template import ASSISTANT, conversation_of
-
-  found = conversation_of(record)
-  if isinstance(found, str):
-    return f"the rows {NEEDS_TEMPLATE} ({found})"
-  return {"input": found[:-1] if found[-1]["role"] == ASSISTANT else found}
+  found = prompt_of(record)
+  return f"the rows {NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
 
 
 def _numbered_records(path: str, file_format: str) -> Iterator[tuple[int, Any]]:

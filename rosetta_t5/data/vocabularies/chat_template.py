@@ -49,6 +49,17 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message] | str:
   return messages
 
 
+def prompt_of(record: Mapping[str, Any]) -> list[Message] | str:
+  """Returns the messages of a row that a model answers, or the reason why it has none.
+
+  A last turn of the assistant is left out: in rows to train on, it is the answer.
+  """
+  messages = conversation_of(record)
+  if isinstance(messages, str) or messages[-1]["role"] != ASSISTANT:
+    return messages
+  return messages[:-1]
+
+
 class ChatTemplate:
   """The chat template of a vocabulary's folder."""
 
