@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from rosetta_t5 import checkpoints, data
+from rosetta_t5.adapters.adapter import AdapterOptimizer
 from rosetta_t5.data.pipeline.inference_data import Example, Preprocessors, default_preprocessors
 from rosetta_t5.inference.text_inference import Inferences, InferenceType, TextInference
 from rosetta_t5.parallel import BasePartitioner
@@ -345,7 +346,8 @@ def open_model(
     batch_size: number of examples in a batch.
     task_feature_lengths: length of each feature; None for those of the run or the folder.
     flags: change the run, such as ["--gin.decoding.temperature_sample.temperature=0.7"].
-    optimizer_def: the optimizer of training steps; None for T5's Adafactor.
+    optimizer_def: the optimizer of training steps; None for T5's Adafactor. Of a run with an adapter, it trains
+      what the adapter does.
     add_eos: whether inputs and targets end with the end token. A language model continues texts without it.
 
   Raises:
@@ -354,7 +356,8 @@ def open_model(
   run, restore_cfg = read_run(source, flags)
   model, lengths = copy.copy(run["model"]), task_feature_lengths or run["task_feature_lengths"]
   rules = standard_logical_factor_rules()
-  model.optimizer_def = optimizer_def or Adafactor(decay_rate=0.8, logical_factor_rules=rules)
+  optimizer = optimizer_def or Adafactor(decay_rate=0.8, logical_factor_rules=rules)
+  model.optimizer_def = AdapterOptimizer(optimizer, model.adapter) if model.adapter else optimizer
   shapes = model.FEATURE_CONVERTER_CLS(pack=False).get_model_feature_lengths(lengths)
   return InteractiveModel(
     batch_size=batch_size,

@@ -14,9 +14,12 @@ from test_folder_runs import make_folder, train
 
 from rosetta_t5 import adapters, cli, trained_model
 from rosetta_t5.checkpoints.adapter_checkpoints import check_base
+from rosetta_t5.checkpoints.arrays.state_dicts import flatten_state_dict
 from rosetta_t5.checkpoints.checkpoint_folders import read_arrays
 from rosetta_t5.checkpoints.formats import t5x_layouts
 from rosetta_t5.conversion.convert import convert
+from rosetta_t5.interactive import open_model
+from rosetta_t5.training.optimizers.optax_wrapper import adamw
 
 IMPORT = "--gin_bindings=from rosetta_t5 import adapters"
 LORA = ("models.{model}.adapter=@adapters.LoRA()", "adapters.LoRA.rank=4")
@@ -229,6 +232,22 @@ def test_each_method_trains_its_parameters(found, method, tmp_path):
   for name in trained:
     before = initial.get(name.rpartition("/")[2], 0.0) if name not in base else base[name].get()
     assert np.any(opened[name.removeprefix("target/")] != before), name
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_what_the_adapter_of_its_run_does(adapted, tmp_path):
+  schedule = adamw(learning_rate=0.01)  # the notebook's own begins at 0
+  model = open_model(adapted[1], str(tmp_path / "out"), optimizer_def=schedule)
+  before = checkpoints_flat(model.train_state.params)
+  model.train_step([{"input": "w5 w6 w7", "target": "w7 w6 w5"}] * 8)
+  after = checkpoints_flat(model.train_state.params)
+  changed = {name.rpartition("/")[2] for name, x in before.items() if np.any(after[name] != x)}
+  assert changed == {"lora_a", "lora_b"}
+  model = open_model(adapted[1], str(tmp_path / "adafactor"))
+  model.train_step([{"input": "w5 w6 w7", "target": "w7 w6 w5"}] * 8)
+  states = flatten_state_dict(model.train_state.state_dict()["state"]["param_states"])
+  assert states
+  assert all("lora" in name for name in states)
 
 
 @pytest.mark.slow
