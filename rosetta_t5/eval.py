@@ -127,6 +127,11 @@ def evaluate(
     watchdog.set_phase("evaluating checkpoints")
     for state, path in initializer.from_checkpoints([restore_cfg], init_rng=init_rng):
       started, step = time.monotonic(), int(state.step)
+      if step in results:
+        raise ValueError(
+          f"{path} has step {step}, like another checkpoint of this evaluation, whose results it would "
+          "replace: evaluate it by itself, with another EVAL_OUTPUT_DIR"
+        )
       if trainer is not None:
         trainer.train_state = state
         losses.run(trainer)
@@ -138,7 +143,8 @@ def evaluate(
       samples.write(step, evaluator.samples)
       evaluated = [*dict.fromkeys([*evaluated, path])]
       if jax.process_index() == 0:  # Other processes have no metrics.
-        _write_results(output_dir, step, dataset_cfg.split, table[step])
+        about = {"checkpoint": os.fspath(path), "step": step, "split": dataset_cfg.split}
+        _write_results(output_dir, about, table[step])
         evaluated_file.write_text("\n".join(evaluated))
       duration = terminal.format_duration(time.monotonic() - started)
       terminal.print_line(f"evaluated {path} in {duration}")
@@ -151,11 +157,11 @@ def evaluate(
   return results
 
 
-def _write_results(output_dir: str, step: int, split: str, metrics: Mapping[str, Any]) -> None:
-  """Adds a line for each task to OUTPUT_DIR/results.jsonl: the step, the data and the metrics."""
+def _write_results(output_dir: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+  """Adds a line for each task to OUTPUT_DIR/results.jsonl: about the evaluation, the task and its metrics."""
   with (epath.Path(output_dir) / "results.jsonl").open("a") as file:
     for task, values in metrics.items():
-      line = {"step": step, "task": task, "split": split, **values}
+      line = {**about, "task": task, **values}
       file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 

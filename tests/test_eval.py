@@ -89,6 +89,15 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_second_checkpoint_of_a_step_is_refused_instead_of_replacing_results(model_dir, tmp_path):
+  save_checkpoints(tmp_path / "other", STEPS[:1])
+  paths = [str(folder / f"checkpoint_{STEPS[0]}") for folder in (model_dir, tmp_path / "other")]
+  with pytest.raises(ValueError, match=r"other/checkpoint_3 has step 3, like another checkpoint"):
+    run(paths, tmp_path / "out")
+  (line,) = map(json.loads, (tmp_path / "out/results.jsonl").read_text().splitlines())
+  assert line["checkpoint"] == paths[0]
+
+
 def test_loss_is_evaluated_with_a_trainer_class(model_dir, tmp_path):
   seen = []
 

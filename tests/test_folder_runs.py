@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 
 import gin
 import numpy as np
@@ -188,3 +189,22 @@ def test_a_switch_does_not_change_the_loss(found, plain, switch, tmp_path):
   # The weights of T5Gemma 2 are so large that the second loss magnifies rounding.
   rtol = max(tolerance, 1e-4) if found[0] == "t5gemma2" else tolerance
   np.testing.assert_allclose(losses, plain[0], rtol=rtol)
+
+
+def test_pretraining_starts_from_the_folder_that_is_included(tmp_path, capsys):
+  path = make_folder(tmp_path / "model", "t5gemma", layers=1)
+  (tmp_path / "rows.txt").write_text("w3 w4 w5 w6\n" * 30)
+  bindings = {
+    "MODEL_DIR": repr(str(tmp_path / "run")),
+    "MIXTURE_OR_TASK_NAME": "@data.file_task()",
+    "data.file_task.files": repr(str(tmp_path / "rows.txt")),
+    "data.file_task.objective": "'prefix_lm'",
+    "data.file_task.vocabulary": "%VOCABULARY",
+    "TASK_FEATURE_LENGTHS": {"inputs": 16, "targets": 16},
+    "USE_CACHED_TASKS": False,
+    "TRAIN_STEPS": 3,
+  }
+  flags = [f"--gin.{name}={value}" for name, value in bindings.items()]
+  files = ["--gin_file=gin/runs/pretrain.gin", f"--gin_file={path}"]
+  assert cli.main(["train", *files, *flags, "--dry_run"]) == 0
+  assert re.search(rf"starts from +{path}\n", capsys.readouterr().out)

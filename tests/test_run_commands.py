@@ -114,6 +114,7 @@ def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
   assert "new_rows.csv  step  examples  accuracy\n" in shown
   line = json.loads((model_dir / "eval/new_rows.csv/results.jsonl").read_text())
   assert line.pop("accuracy") >= 0
+  assert line.pop("checkpoint") == str(model_dir / "checkpoint_7")
   assert line == {"step": 7, "task": "new_rows.csv", "split": "validation", "examples": 21}
   (tmp_path / "other.csv").write_text("a,b\n1,2\n")
   with pytest.raises(SystemExit):
