@@ -136,6 +136,7 @@ class InteractiveModel:
       learning_rate_fn=create_learning_rate_scheduler(),
       num_microbatches=None,
     )
+    self._saved_step = self.step  # the last that is restored or saved
     log_model_info(os.path.join(output_dir, "model-info.txt"), self.train_state, partitioner)
 
   @property
@@ -188,9 +189,16 @@ class InteractiveModel:
       self._train_summary = self.trainer.train(feed, 1, start_step=self.step)
 
   def save_checkpoint(self) -> None:
-    """Saves `output_dir/checkpoint_STEP`; the last five checkpoints are kept."""
-    self._manager.save(self.train_state)
+    """Saves `output_dir/checkpoint_STEP`; the last five checkpoints are kept.
+
+    Raises:
+      ValueError: another session has saved this step in `output_dir`.
+    """
+    if not self._manager.save(self.train_state) and self.step != self._saved_step:
+      existing = f"{self.output_dir}/checkpoint_{self.step}"
+      raise ValueError(f"{existing} exists, from another session: give another output_dir")
     self._manager.wait_until_finished()
+    self._saved_step = self.step
 
   def infer_with_preprocessors(
     self,

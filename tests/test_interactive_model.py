@@ -151,6 +151,20 @@ def test_training_on_examples_raises_their_scores_and_is_saved_and_restored(tmp_
     jax.tree.map(np.testing.assert_array_equal, again.train_state, model.train_state)
 
 
+def test_a_step_that_another_session_saved_is_an_error(tmp_path):
+  build(tmp_path / "start").save_checkpoint()
+  start = {"checkpoint_path": str(tmp_path / "start")}
+  first = build(tmp_path / "out", **start)
+  first.trainer.train_state = first.train_state.replace_step(np.int32(1))
+  first.save_checkpoint()
+  first.save_checkpoint()  # nothing new, and no error
+  second = build(tmp_path / "out", **start)
+  second.trainer.train_state = second.train_state.replace_step(np.int32(1))
+  with pytest.raises(ValueError, match="out/checkpoint_1 exists, from another session: give"):
+    second.save_checkpoint()
+  build(tmp_path / "out").save_checkpoint()  # continues the first
+
+
 def test_too_few_examples_and_a_missing_checkpoint_are_refused(model, tmp_path):
   with pytest.raises(ValueError, match="a batch of 8 examples, got 3"):
     model.train_step(EXAMPLES[:3])
