@@ -103,11 +103,13 @@ def test_a_copy_of_the_vocabulary_keeps_the_template_and_the_special_tokens(fold
   vocabulary = open_model_dir(folder).model.input_vocabulary
   shift = vocabulary.shift
   (tmp_path / "run").mkdir()
+  (folder / "generation_config.json").write_text('{"num_beams": 2}')
   kept = _copy_vocabulary(str(folder), tmp_path / "run")
   folder.rename(tmp_path / "moved")
   file = _use_copy(tmp_path / "run", kept)
   copy = data.tokenizer_vocabulary(file, shift=shift)
   assert copy.folder.chat_template == TEMPLATE
+  assert pathlib.Path(file).with_name("generation_config.json").read_text() == '{"num_beams": 2}'
   assert (copy.eos_id, copy.bos_id, copy.ends_inputs) == (
     vocabulary.eos_id,
     vocabulary.bos_id,

@@ -17,10 +17,10 @@ from rosetta_t5.files import read_json_object, write_atomically
 
 TOKENIZER = "tokenizer.json"
 _TEMPLATE = "chat_template.jinja"
-# The files beside tokenizer.json that change how it is used. Copies of a vocabulary have them too.
+# The files beside tokenizer.json that change how it or its model is used. Copies of a vocabulary have them too.
 COMPANIONS = (
   *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
-  _TEMPLATE,
+  *(_TEMPLATE, "generation_config.json"),
 )
 # The order in which Transformers adds named tokens that tokenizer.json lacks; others follow.
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
