@@ -95,7 +95,7 @@ def temperature_sample(
     topp: only the smallest set of tokens with this total probability is sampled; 0 for all tokens.
     cache_offset: 1 if the batch is the cache's second dimension, after scanned layers.
     initial_index: [batch] the number of positions of `inputs` that the cache already has.
-    max_decode_steps: the maximum number of tokens after the prompt; None for as many as fit.
+    max_decode_steps: the maximum number of tokens after the prompt, if so many fit; None for as many as fit.
     max_decode_steps_hard_limit: an upper bound for a traced `max_decode_steps`.
     rescale_log_probs: whether the returned log probabilities are those after temperature, top-k and
       top-p (all are 0 with k = 1), or the model's.
@@ -110,12 +110,12 @@ def temperature_sample(
     pad_id: the token that is padding.
 
   Raises:
-    ValueError: `topp` is set with a `topk` of 1, or there are more steps than positions.
+    ValueError: `topp` is set with a `topk` of 1.
   """
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
     max_decode_steps = minimum(max_decode_steps, max_decode_steps_hard_limit)
-  _check_limits(topk, topp, max_decode_steps, inputs.shape[1])
+  _check_limits(topk, topp)
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
@@ -167,16 +167,11 @@ def temperature_sample(
   return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
 
 
-def _check_limits(topk: Any, topp: Any, max_decode_steps: Any, length: int) -> None:
+def _check_limits(topk: Any, topp: Any) -> None:
   """Raises ValueError for arguments that contradict each other, unless they are traced."""
   if isinstance(topk, int) and topk == 1 and not isinstance(topp, jax.core.Tracer) and topp:
     raise ValueError(
       f"topp={topp} has no effect with topk=1, the default of temperature_sample: set topk=0"
-    )
-  if isinstance(max_decode_steps, int) and max_decode_steps > length:
-    raise ValueError(
-      f"max_decode_steps must be at most the number of positions of the decoder inputs, {length}, got "
-      f"{max_decode_steps}: increase task_feature_lengths['targets'] or set fewer steps"
     )
 
 
