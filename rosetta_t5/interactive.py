@@ -348,6 +348,9 @@ def open_model(
 ) -> InteractiveModel:
   """Opens what `rosetta-t5 infer --model_dir` opens.
 
+  Where the run's optimizer averages the parameters, `infer` predicts with the average. The parameters themselves
+  are opened here, unless `optimizer_def` is the run's optimizer, whose average is then restored and used too.
+
   Args:
     source: a run's MODEL_DIR, one of its checkpoints, a Hugging Face folder, or OWNER/NAME on its hub.
     output_dir: folder for checkpoints, metrics and model-info.txt.
