@@ -10,13 +10,16 @@ import gin
 import numpy as np
 import pytest
 import tiny_tasks
+from inline_executor import InlineExecutor
 from tiny_tasks import add_task, save_checkpoints
 
 from rosetta_t5 import cli, trained_model
 from rosetta_t5.checkpoints import RestoreCheckpointConfig
 from rosetta_t5.config import model_file, run_from_command_line
 from rosetta_t5.data import DatasetConfig
+from rosetta_t5.data.prepared import prepare
 from rosetta_t5.data.tensorflow_import import import_seqio
+from rosetta_t5.data.vocabularies.sentencepiece_models import train_sentencepiece
 from rosetta_t5.eval import evaluate
 from rosetta_t5.export.functions import load_stablehlo
 from rosetta_t5.export.saved_model import save
@@ -123,8 +126,9 @@ def test_eval_evaluates_all_rows_of_a_file_and_states_their_number(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_prepared", [False, True])
 def test_the_loss_of_a_file_does_not_depend_on_the_batch_size(
-  model_dir, tmp_path, capsys, isolated_registries
+  is_prepared, model_dir, tmp_path, capsys, isolated_registries
 ):
   run, rows = tmp_path / "run", tmp_path / "rows.txt"
   shutil.copytree(model_dir, run)
@@ -135,7 +139,14 @@ data.file_task.objective = 'prefix_lm'
 data.file_task.vocabulary = @seqio.ByteVocabulary()
 data.file_task.validation_percent = 0
 """
-  config = CONFIG.replace("'judged_pairs'", "@data.file_task()") + task
+  if is_prepared:
+    vocabulary = tmp_path / "pieces.model"
+    vocabulary.write_bytes(train_sentencepiece([rows.read_text()] * 20, vocab_size=18))
+    prepare(str(rows), str(vocabulary), tmp_path / "tokens", executor=InlineExecutor())
+    folder = f"data.prepared_task.folders = '{tmp_path / 'tokens'}'\n"
+    task = f"{folder}data.prepared_task.objective = 'prefix_lm'\n"
+  function = "prepared_task" if is_prepared else "file_task"
+  config = CONFIG.replace("'judged_pairs'", f"@data.{function}()") + task
   (run / "config.gin").write_text(
     config.replace(
       "import tiny_tasks", "import seqio\nimport tiny_tasks\nfrom rosetta_t5 import data"

@@ -174,9 +174,9 @@ def has_conversations(options: argparse.Namespace) -> bool:
 
 def _conversation(record: Mapping[str, Any]) -> dict[str, Any] | str:
   """Returns the messages of a row as the input, or the reason why there are none."""
-  from rosetta_t5.data.vocabularies.chat_template import prompt_of
+  from rosetta_t5.data.vocabularies.chat_template import conversation_of
 
-  found = prompt_of(record)
+  found = conversation_of(record, with_answer=False)
   return f"the rows {NEEDS_TEMPLATE} ({found})" if isinstance(found, str) else {"input": found}
 
 

@@ -19,6 +19,7 @@ from rosetta_t5.data import (
   get_dataset,
   mixture,
   prepare_train_iter,
+  prepared_task,
   task_on_rows,
 )
 from rosetta_t5.data.tensorflow_import import import_seqio, import_tensorflow
@@ -311,6 +312,46 @@ def test_rows_of_files_in_other_folders_have_other_names(
   monkeypatch.chdir("here")
   names = [task_on_rows([f"{x}data/x.csv"], None, vocabulary, {}) for x in ("", "../")]
   assert names[0] == "data_x.csv" != names[1]
+
+
+def test_rows_are_read_as_prepared_data_or_a_mixture_of_denoisers_was(
+  vocabulary: Any, pattern: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  seqio, rows = import_seqio(), tmp_path / "rows"
+  rows.mkdir()
+  denoisers = [("[A]", 0.25, 4.0, 1.0), ("", None, None, 3.0)]
+  arguments: Any = {"objective": "ul2", "denoisers": denoisers, "text": "title"}
+  mixed = seqio.MixtureRegistry.get(file_task(pattern, vocabulary=vocabulary, **arguments))
+  manifest = {"vocabulary": {"sha256": "x"}, "text": "title"}
+  monkeypatch.setattr("rosetta_t5.data.prepared.task.read_manifest", lambda _: manifest)
+  likes = {
+    "mixed": (mixed, denoisers),
+    "prepared": (prepared_task("x", "ul2", denoisers=denoisers), denoisers),
+    "noisy": (prepared_task("x", noise_density=0.5), [("", 0.5, 3.0, 1.0)]),
+    "standard": (prepared_task("x"), None),
+    "decoder": (prepared_task("x", "causal_lm"), None),
+  }
+  made = {}
+  for name, (like, expected) in likes.items():
+    (rows / f"{name}.jsonl").write_text('{"title": "red cat"}\n')
+    made[name] = seqio.get_mixture_or_task(
+      task_on_rows([str(rows / f"{name}.jsonl")], like, vocabulary, {})
+    )
+    assert made[name].arguments["text"] == "title"
+    assert made[name].arguments["denoisers"] == expected
+  assert len(made["mixed"].tasks) == len(made["prepared"].tasks) == 2
+  assert len(made["noisy"].tasks) == 1
+  objectives = [made[name].source.arguments["objective"] for name in ("standard", "decoder")]
+  assert objectives == ["span_corruption", "causal_lm"]
+
+
+def test_rows_for_a_task_without_columns_need_the_columns(vocabulary: Any, pattern: str) -> None:
+  name = mixture([file_task(pattern, vocabulary=vocabulary)], rates="equal")
+  like = import_seqio().MixtureRegistry.get(name)
+  with pytest.raises(ValueError, match=f"task {name} has no columns: give --inputs and --targets"):
+    task_on_rows([pattern], like, vocabulary, {})
+  rows = task_on_rows([pattern], like, vocabulary, {"inputs": "title", "targets": "text"})
+  assert [f.__name__ for f in import_seqio().TaskRegistry.get(rows).metric_fns] == ["accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,15 @@ class PreparedTask:
     return dict.fromkeys(self._feature_names, feature)
 
   @property
+  def arguments(self) -> dict[str, Any]:
+    """Those of a `file_task` that makes the same kind of examples."""
+    objective, denoisers = self.objective, self.denoisers
+    if objective == "span_corruption" and self._mixed() != [Denoiser("", 0.15, 3.0)]:
+      objective, denoisers = "ul2", [dataclasses.astuple(self._mixed()[0])]
+    text = read_manifest(self.folders[0])["text"]
+    return {"text": text, "objective": objective, "denoisers": denoisers}
+
+  @property
   def _feature_names(self) -> list[str]:
     return ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
 

@@ -22,6 +22,8 @@ from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 
 RATES = ("proportional", "equal")
+# The arguments of a `file_task` that are also used for the rows of other files.
+_KEPT = ("objective", "text", "inputs", "targets", "columns", "text_unit", "denoisers")
 
 
 def file_task(
@@ -76,7 +78,8 @@ def file_task(
     ValueError: no file matches, only some files are in both splits, an argument has an unknown value, or
       `name` belongs to another task.
   """
-  digest = digest_of_arguments(locals())  # the first statement, because later ones add variables
+  arguments = locals().copy()  # the first statement, because later ones add variables
+  digest = digest_of_arguments(arguments)
   for metric in metrics:
     check_one_of("each of file_task.metrics", metric, known_metrics.METRICS)
   templates = _templates(objective, text, inputs, targets)
@@ -97,7 +100,8 @@ def file_task(
   vocabulary = vocabulary or seqio.SentencePieceVocabulary(T5_VOCABULARY)
   mixed = ul2_denoisers(denoisers)
   _register(name, source, vocabulary, [getattr(known_metrics, m) for m in metrics], mixed)
-  seqio.get_mixture_or_task(name).digest = digest
+  made = seqio.get_mixture_or_task(name)
+  made.digest, made.arguments = digest, arguments
   return name
 
 
@@ -165,24 +169,23 @@ def task_on_rows(
 
   Args:
     files: the files.
-    like: a task or None. If it is a `file_task`, the rows are read with its columns and evaluated with its metrics.
+    like: a task or None. If it is a `file_task` or a `prepared_task`, the rows are read with its columns, made into
+      examples as its own are, and evaluated with its metrics.
     vocabulary: the model's vocabulary.
     given: "inputs" and "targets", columns or templates, and "metrics", a list of names. By default they are those
-      of `like`, or else the columns of these names and accuracy.
+      of `like`, or without one the columns of these names and accuracy.
 
   Raises:
-    ValueError: a file or a metric does not exist.
+    ValueError: a file or a metric does not exist, or "inputs" is not given and `like` is another kind of task.
   """
-  arguments = getattr(getattr(like, "source", None), "arguments", None) or {}
-  columns, layout = arguments.get("text", {}), arguments.get("layout", {})
-  options = {name: layout[name] for name in ("columns", "text_unit") if name in layout}
+  arguments = getattr(like, "arguments", {})
+  options = {name: arguments[name] for name in _KEPT if arguments.get(name) is not None}
   if "inputs" in given or arguments.get("objective", "seq2seq") == "seq2seq":
-    names = [f.__name__ for f in like.metric_fns] if columns else []
-    metrics = [name for name in names if name in known_metrics.METRICS] or ["accuracy"]
-    columns = {"inputs": "inputs", "targets": "targets", **columns}
-    options |= {"objective": "seq2seq", "metrics": metrics, **columns, **given}
-  else:
-    options |= {"objective": arguments["objective"], "text": columns["targets"]}
+    if like and not arguments and "inputs" not in given:
+      raise ValueError(f"the run's task {like.name} has no columns: give --inputs and --targets")
+    metrics = arguments.get("metrics") or ["accuracy"]
+    columns = {"inputs": "inputs", "targets": "targets", "metrics": metrics}
+    options = {**columns, **options, **given, "objective": "seq2seq"}
   # Outside this folder the absolute path is used: "../data/x" and "data/x" are different files.
   paths = (os.path.abspath(x) if ".." in os.path.relpath(x) else os.path.relpath(x) for x in files)
   name = "_".join(re.sub(r"[^\w.]+", "_", path).strip("_.") for path in paths)[-80:]

@@ -26,11 +26,13 @@ _MARK = "\ufdd0"  # around what {% generation %} contains; no text has this char
 _PROBE = "OK"  # the content of the messages with which `end_id` reads the template
 
 
-def conversation_of(record: Mapping[str, Any]) -> list[Message] | str:
+def conversation_of(record: Mapping[str, Any], with_answer: bool = True) -> list[Message] | str:
   """Returns the messages of a row, or the reason why it has none.
 
   Args:
     record: a row with {"messages": [{"role", "content"}, …]} or {"conversations": [{"from", "value"}, …]}.
+    with_answer: whether to return the last message too if it is the assistant's. In rows to train on, it is the
+      answer, which a model that answers does not read.
   """
   turns = next((record[name] for name in COLUMNS if record.get(name)), None)
   if not isinstance(turns, list):
@@ -46,18 +48,8 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message] | str:
       expected = "'role' and 'content', or 'from' and 'value'"
       return f"message {number} must have {expected}, got {turn}"[:200]
     messages.append({**message, "role": _ROLES.get(message["role"], message["role"])})
-  return messages
-
-
-def prompt_of(record: Mapping[str, Any]) -> list[Message] | str:
-  """Returns the messages of a row that a model answers, or the reason why it has none.
-
-  A last turn of the assistant is left out: in rows to train on, it is the answer.
-  """
-  messages = conversation_of(record)
-  if isinstance(messages, str) or messages[-1]["role"] != ASSISTANT:
-    return messages
-  return messages[:-1]
+  is_question = messages[-1]["role"] != ASSISTANT
+  return messages if with_answer or is_question else messages[:-1]
 
 
 class ChatTemplate:
