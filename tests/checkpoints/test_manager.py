@@ -247,7 +247,7 @@ def test_the_error_names_a_folder_that_cannot_be_written(setup, tmp_path):
   with pytest.raises(
     CheckpointSaveError,
     match=r"file/model/checkpoint_1 could not be saved: .*"
-    r"set a writable MODEL_DIR",
+    r"set another MODEL_DIR",
   ):
     setup.manager(blocked / "model").save(setup.state(step=1))
 
