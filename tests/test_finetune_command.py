@@ -53,6 +53,12 @@ def settings_of(text):
   return dict(re.findall(r"^([\w./]+) = (.*?)(?:  # .*)?$", text, re.MULTILINE))
 
 
+def losses(folder):
+  """Returns {step: loss} of a run."""
+  name = "loss_per_nonpadding_target_token"
+  return {step: values[name] for step, values in logged(folder).items() if name in values}
+
+
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
   """Returns a folder with a model and a csv file, whose labels are the parity of its words' number."""
@@ -155,11 +161,7 @@ def test_the_recipe_repeats_the_run_with_equal_losses(finished, tmp_path):
   flags = (f"--gin_file={folder / 'finetune.gin'}", f"--gin.MODEL_DIR={str(tmp_path / 'again')!r}")
   status, _, errors = call("train", *flags)
   assert status == 0, errors
-  name = "loss_per_nonpadding_target_token"
-  first, again = (
-    {step: values[name] for step, values in logged(x).items() if name in values}
-    for x in (folder, tmp_path / "again")
-  )
+  first, again = losses(folder), losses(tmp_path / "again")
   assert len(first) > 4
   assert first == again
 
@@ -171,13 +173,8 @@ def test_an_interrupted_run_continues_with_the_losses_of_an_undisturbed_one(fini
   for end in (("--gin.TRAIN_STEPS=4",), ()):
     status, _, errors = call("train", *flags, *end)
     assert status == 0, errors
-  name = "loss_per_nonpadding_target_token"
-  whole, parts = (
-    {step: values[name] for step, values in logged(x).items() if name in values}
-    for x in (folder, tmp_path / "part")
-  )
-  assert max(whole) > 4
-  assert whole == parts
+  assert max(losses(folder)) > 4
+  assert losses(folder) == losses(tmp_path / "part")
 
 
 @pytest.mark.slow

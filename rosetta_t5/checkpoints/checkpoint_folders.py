@@ -108,9 +108,9 @@ def select_checkpoint(directory: epath.PathLike, step: int | None) -> epath.Path
     ValueError: there is no such checkpoint.
   """
   steps = all_steps(directory)
-  if not steps or step not in (None, *steps):
-    if not steps:
-      raise ValueError(f"there is no checkpoint in {directory}")
+  if not steps:
+    raise ValueError(f"there is no checkpoint in {directory}")
+  if step not in (None, *steps):
     raise ValueError(
       f"{directory} has no checkpoint of step {step}: it has {', '.join(map(str, steps))}"
     )
@@ -335,7 +335,7 @@ def fingerprint(path: epath.PathLike) -> str:
   if file.exists():
     return files.hash_file(file)
   root = epath.Path(path)
-  return f"{root}, {max((file.stat().mtime for file in root.glob('*')), default=0)}"
+  return f"{root}, {max((each.stat().mtime for each in root.glob('*')), default=0)}"
 
 
 def unreadable_error(path: epath.PathLike, error: Exception) -> ValueError:

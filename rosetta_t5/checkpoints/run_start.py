@@ -217,7 +217,7 @@ def _differing_settings(model: Any, path: str) -> Iterator[str]:
   for name, value in settings.items():
     given = getattr(network, name, value)  # A user's own network may lack the field.
     given = tuple(given) if isinstance(given, list) else given
-    if name == "decoder_start_token_id" and given is None:
+    if name == "decoder_start_token_id" and given is None:  # It means the padding's.
       given = network.pad_id
     if name not in _FREE and given != value:
       yield f"network.{type(network).__name__}.{name} = {value!r} (it is {given!r})"

@@ -261,8 +261,9 @@ def _find_data(options: argparse.Namespace) -> dict[str, Any]:
   if any(os.path.exists(os.path.join(first, name)) for name in ("model.json", "config.gin")):
     cfg = read_run(first, options.flags, options.trust)[0]["train_dataset_cfg"]
     return {name: getattr(cfg, name) for name in (*_MACROS, "use_cached")}
-  suffixes = {*pathlib.PurePath(first).suffixes} & {*sum(FORMATS.values(), ())}
-  if not (os.path.exists(first) or "*" in first or "/" in first or suffixes):
+  # Files that do not exist are reported by what reads them, with similar names.
+  has_suffix = not {*sum(FORMATS.values(), ())}.isdisjoint(pathlib.PurePath(first).suffixes)
+  if not (os.path.exists(first) or "*" in first or "/" in first or has_suffix):
     return {"mixture_or_task_name": first}
   how: dict[str, Any] = {"text": options.text}
   if options.inputs or options.targets:

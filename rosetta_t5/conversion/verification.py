@@ -74,16 +74,15 @@ def verify(
       "settings of the network, and a mistake that reading and writing have in common, cannot be seen"
     )
   tokens = _make_tokens(settings)
-  compute = functools.partial(
-    network_outputs, source if to_transformers else written, settings, tokens
-  )
+  ours = network_outputs(source if to_transformers else written, settings, tokens)
   if has_transformers:
     by = f"Transformers {importlib.metadata.version('transformers')}"
-    others = _transformers_outputs(theirs, settings, tokens)
+    compute = functools.partial(_transformers_outputs, theirs, settings, tokens)
   else:
     by = "this project's network, because Transformers and PyTorch are not installed"
-    others = network_outputs(written, read_model_settings(folder, written), tokens)
-  return f"logits of {others.shape[1]} tokens, by {by}: {_compare_logits(compute, others)}"
+    again = read_model_settings(folder, written)
+    compute = functools.partial(network_outputs, written, again, tokens)
+  return f"logits of {ours.shape[1]} tokens, by {by}: {_compare_logits(ours, compute)}"
 
 
 # A model's arrays, and the adapter whose parameters are among them.
@@ -110,18 +109,23 @@ def compare_networks(before: Adapted, after: Adapted, settings: ModelSettings) -
   tokens = _make_tokens(settings)
   arrays, adapter = before
   compute = functools.partial(network_outputs, arrays, settings, tokens, adapter)
-  return _compare_logits(compute, network_outputs(after[0], settings, tokens, after[1]))
+  return _compare_logits(network_outputs(after[0], settings, tokens, after[1]), compute)
 
 
-def _compare_logits(compute: Callable[..., np.ndarray], others: np.ndarray) -> str:
-  """Returns the largest difference between the logits of `network_outputs` and others as text."""
-  ours = compute()
+def _compare_logits(ours: np.ndarray, compute: Callable[..., np.ndarray]) -> str:
+  """Returns as text the largest difference from the logits that `compute` returns.
+
+  Args:
+    ours: the logits that are checked.
+    compute: returns those that are expected, of parameters that are changed at random by `change`.
+  """
+  others = compute()
   difference = _largest_difference(ours, others)
   limit = TOLERANCE * max(1.0, float(np.max(np.abs(ours))) / 10)
   shown = f"largest difference {difference:.1e}"
   if difference > limit:
     # Sharp attention amplifies the rounding errors of float32, in every implementation.
-    rounding = _largest_difference(ours, compute(change=2.0**-24))
+    rounding = _largest_difference(others, compute(change=2.0**-24))
     shown += f" ({rounding:.1e} if the parameters are rounded differently)"
     limit = max(limit, _ROUNDING_FACTOR * rounding)
   if not difference <= limit:
@@ -183,7 +187,7 @@ def network_outputs(
 
 
 def _transformers_outputs(
-  folder: epath.PathLike, settings: ModelSettings, tokens: Tokens
+  folder: epath.PathLike, settings: ModelSettings, tokens: Tokens, change: float = 0.0
 ) -> np.ndarray:
   """Returns what `network_outputs` returns, computed by Transformers and PyTorch on the CPU.
 
@@ -191,6 +195,7 @@ def _transformers_outputs(
     folder: a Hugging Face folder.
     settings: those of the model.
     tokens: as in `network_outputs`.
+    change: as in `network_outputs`.
   """
   import torch
   import transformers
@@ -206,6 +211,9 @@ def _transformers_outputs(
   targets_1T = np.where(targets_1T == 0, start, targets_1T - settings.ids_are_shifted)
   inputs, targets = torch.tensor(inputs_1S), torch.tensor(targets_1T)
   with torch.no_grad():
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters() if change else ():
+      parameter.mul_(1 + change * torch.randn(parameter.shape, generator=random))
     if settings.is_decoder:
       outputs = model(input_ids=targets).logits
     elif settings.network.num_decoder_layers:

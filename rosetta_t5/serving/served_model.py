@@ -118,7 +118,9 @@ class ServedModel:
     tokens = [token + shift for token in prompt]
     # The network begins a decoder's rows with the begin token, which a tokenizer may have put there too.
     starts_rows = not self.has_encoder and getattr(vocabulary, "starts_rows", False)
-    return self._checked(tokens[starts_rows and tokens[:1] == [vocabulary.bos_id] :], field)
+    if starts_rows and tokens[:1] == [vocabulary.bos_id]:
+      tokens = tokens[1:]
+    return self._checked(tokens, field)
 
   def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """Returns the tokens of a conversation.

@@ -138,9 +138,8 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.query_divisor is not None:
       q_BTHK = q_BTHK / jnp.asarray(self.query_divisor, q_BTHK.dtype)
     if self.rope is not None:
-      assert (
-        positions is not None
-      )  # Encoder and Decoder set them unless config.positions is 'relative'
+      # Encoder and Decoder set them unless config.positions is 'relative'.
+      assert positions is not None
       q_BTHK, keys = (apply_rotary(x, positions, self.rope) for x in (q_BTHK, keys))
     if mode is AttentionMode.CREATE_CACHE:
       # A local layer's cache has the positions of its window; T5's bias needs all of them.

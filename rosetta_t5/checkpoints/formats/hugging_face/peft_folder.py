@@ -162,15 +162,16 @@ def modules_of(arrays: Arrays, config: Config) -> dict[str, Module]:
 
 
 def _read_prompt(settings: Config, tensors: Mapping[str, np.ndarray], arrays: Arrays) -> Read:
-  side = "decoder" if find_family(arrays).IS_DECODER else "encoder"
+  is_decoder = find_family(arrays).IS_DECODER
+  side = "decoder" if is_decoder else "encoder"
   tables = (f"target/{side}/token_embedder/embedding", "target/token_embedder/embedding")
   width = next(arrays[name].shape[1] for name in tables if name in arrays)
-  length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros((0, 0)))
+  length, found = settings["num_virtual_tokens"], tensors.get(PROMPT, np.zeros(0))
   # PEFT computes with the first part only, also of the two that it makes for an encoder-decoder.
-  if found[:length].shape != (length, width):
+  parts = settings.get("num_transformer_submodules") or (1 if is_decoder else 2)
+  if found.shape != (expected := (parts * length, width)):
     raise ValueError(
-      f"{PROMPT} must have the shape {(length, width)}, or more rows, for this base, got "
-      f"{found.shape if found.size else 'none'}: it belongs to another base"
+      f"{PROMPT} must have the shape {expected} for this base, got {found.shape or 'none'}: it belongs to another base"
     )
   vectors = as_stored_array(found[:length] * prompt_scale(arrays, width))
   return adapters.PromptTuning(length=length), {f"target/{side}/prompt/prompt/prompt": vectors}
