@@ -111,8 +111,11 @@ def find_start_checkpoint(
       allow a start from scratch, or the run would end before it begins.
   """
   save, given = checkpoint_cfg.save or config.SaveCheckpointConfig(), checkpoint_cfg.restore
+  # Unlike in T5X, whose restarted run would compute with parameters of the dtype that is stored.
   own = config.RestoreCheckpointConfig(
-    path=os.fspath(model_dir), mode="latest", dtype=save.dtype, restore_dataset=save.save_dataset
+    path=os.fspath(model_dir),
+    dtype=None if given is None else given.dtype,
+    restore_dataset=save.save_dataset,
   )
   candidates = [own, given] if given is not None and given.paths() else [own]
   cfg, paths = config.get_first_valid_restore_config_and_paths(candidates)

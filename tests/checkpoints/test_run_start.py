@@ -97,6 +97,17 @@ def test_a_checkpoint_in_model_dir_is_preferred_to_the_configured_one(setup, pre
   assert int(state.step) == 3
 
 
+def test_a_restart_has_the_runs_dtype_and_not_the_one_of_its_files(setup, pretrained, tmp_path):
+  save = SaveCheckpointConfig("bfloat16", period=5)
+  for number, dtype in enumerate((None, "bfloat16")):
+    restore = RestoreCheckpointConfig(str(pretrained), dtype=dtype)
+    for _ in range(2):  # the second time it is a restart
+      state, manager = begin(setup, tmp_path / f"model_{number}", save, restore)
+      assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {dtype or "float32"}
+      manager.save(state)
+      manager.close()
+
+
 def test_the_mode_selects_the_latest_all_or_a_specific_checkpoint(pretrained):
   def paths(path, mode):
     return get_first_valid_restore_config_and_paths([RestoreCheckpointConfig(path, mode)])[1]
