@@ -106,6 +106,8 @@ def evaluate(
   evaluated_file = epath.Path(output_dir) / f"eval.{dataset_cfg.name}.ckpt"  # as in T5X
   evaluated = evaluated_file.read_text().splitlines() if evaluated_file.exists() else []
   restore_cfg = _select_checkpoints(restore_checkpoint_cfg, evaluated)
+  if restore_checkpoint_cfg.mode == "all":
+    _check_split(output_dir, dataset_cfg.split, [task.name for task in evaluator.eval_tasks])
   checkpoints.check_model(model, data.vocabulary_digests(model), restore_cfg)
   summarize_config_fn(model_dir=output_dir, summary_writer=None, step=0)
   state_axes = initializer.train_state_axes
@@ -155,6 +157,18 @@ def evaluate(
     terminal.print_line(format_metrics_table(table))
     terminal.print_line(f"results  {os.path.join(output_dir, evaluations.FOLDER)}")
   return results
+
+
+def _check_split(output_dir: str, split: str, tasks: Sequence[str]) -> None:
+  """Raises ValueError if OUTPUT_DIR/results.jsonl has results of these tasks, but none of this split."""
+  file = epath.Path(output_dir) / "results.jsonl"
+  lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+  earlier = {line["split"] for line in lines if line["task"] in tasks}
+  if earlier and split not in earlier:
+    raise ValueError(
+      f"{output_dir} has results of the split '{min(earlier)}', with which those of '{split}' would be "
+      "mixed: set another EVAL_OUTPUT_DIR"
+    )
 
 
 def _write_results(output_dir: str, about: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:

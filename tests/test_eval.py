@@ -86,6 +86,10 @@ def test_all_checkpoints_are_evaluated_once(model_dir, tmp_path, capsys):
     f"{own}/checkpoint_7",
   ]
   assert "Total number of parameters" in (out / "model-info.txt").read_text()
+  with pytest.raises(
+    ValueError, match=r"has results of the split 'test', with which those of 'valid"
+  ):
+    run(str(own), out, mode="all", dataset={"split": "validation"})
 
 
 @pytest.mark.slow

@@ -110,7 +110,8 @@ def run_actions(
   votes = [action.run(train_state, metrics_by_task) for action in chosen]
   ending = [type(action).__name__ for action, vote in zip(chosen, votes, strict=True) if vote]
   if ending:
-    logging.warning("the run ends here because of %s", " and ".join(ending))
+    names = " and ".join(ending)
+    logging.warning("the run ends here because of %s; the same command would continue it", names)
   return bool(chosen) and bool(multihost_utils.broadcast_one_to_all(np.array(bool(ending))))
 
 

@@ -87,7 +87,9 @@ def test_all_actions_of_the_mode_run_and_any_of_them_ends_the_run(caplog):
   assert not other.shown
   assert not run_actions(ActionMode.TRAIN_EVAL, actions, "state", {})
   assert not run_actions(ActionMode.INFER_EVAL, actions, "state", {})
-  assert caplog.messages == ["the run ends here because of Remember"]
+  assert caplog.messages == [
+    "the run ends here because of Remember; the same command would continue it"
+  ]
 
 
 def test_modes_can_be_strings_and_actions_can_be_absent():
