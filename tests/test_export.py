@@ -188,12 +188,26 @@ def test_a_changed_stablehlo_file_is_refused_by_name(name, content, tmp_path):
     load_stablehlo(tmp_path)
 
 
+def serialized_example(texts):
+  train = import_tensorflow().train
+  lists = {name: train.BytesList(value=[text.encode()]) for name, text in texts.items()}
+  features = {name: train.Feature(bytes_list=values) for name, values in lists.items()}
+  return train.Example(features=train.Features(feature=features)).SerializeToString()
+
+
 def test_preprocessor_equals_the_feature_converter():
   tf = import_tensorflow()
   add_task("pairs_to_export")
   task = import_seqio().TaskRegistry.get("pairs_to_export")
   examples = task.get_dataset(LENGTHS, "test", shuffle=False)
   converted = byte_model().FEATURE_CONVERTER_CLS(pack=False)(examples, LENGTHS).batch(len(PAIRS))
+  raw, (signature,) = create_preprocessor_from_task(
+    len(PAIRS), {}, LENGTHS, model=byte_model(), task_name="pairs_to_export", run_precache=True
+  )
+  assert (signature.shape.as_list(), signature.name) == ([len(PAIRS)], "text_batch")
+  made = raw(tf.constant([serialized_example({"inputs": a, "targets": b}) for a, b in PAIRS]))
+  for name, values in converted.get_single_element().items():
+    np.testing.assert_array_equal(made[name], values, err_msg=name)
   import_seqio().TaskRegistry.remove("pairs_to_export")
   preprocess, (signature,) = create_preprocessor(None, features(), LENGTHS, split_separator="|")
   assert (signature.shape.as_list(), signature.name) == ([None], "text_batch")

@@ -283,5 +283,6 @@ def data_errors_named(cfg: DatasetConfig | None) -> Iterator[None]:
     reason = re.sub(r"^(\{\{.*?\}\} )+| \[Op:.*", "", str(error).splitlines()[0])
     data = "the data" if cfg is None else f"the data of the task '{cfg.name}'"
     raise ValueError(
-      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern"
+      f"{data} cannot be read: {reason}. Restore its files, or correct the task's file pattern, or the "
+      "names of the features that it reads"
     ) from error

@@ -243,7 +243,7 @@ def create_preprocessor_from_task(
   task_name: str,
   serialized_examples: bool = True,
   run_precache: bool = False,
-  input_tensor_name: str = "inputs",
+  input_tensor_name: str = "text_batch",
 ) -> tuple[Preprocessor, Sequence[Any]]:
   """Returns a function from a batch of a task's raw examples to the model's features.
 
