@@ -152,7 +152,7 @@ def run_job(job: ShardJob) -> dict[str, Any]:
     "splits": {split: entry for split, entry in splits.items() if entry},
     "losses": losses,
     "bad_examples": dict(bad.counts),
-    "first_bad_example": str(bad.first) if bad.first else None,
+    "first_bad_example": bad.first,
   }
   files.write_atomically(job.summary_file, json.dumps(summary, indent=1))
   return summary

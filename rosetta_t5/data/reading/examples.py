@@ -33,24 +33,6 @@ Fields = Mapping[str, str]
 Convert = Callable[[Mapping[str, Any]], "Fields | str"]
 
 
-@dataclasses.dataclass(frozen=True)
-class BadExample:
-  """A record that cannot be used.
-
-  Attributes:
-    file: the file that contains it.
-    line: its line, or its row in files without lines; the first is 1.
-    reason: a short phrase.
-  """
-
-  file: str
-  line: int
-  reason: str
-
-  def __str__(self) -> str:
-    return f"{self.file}, line {self.line}: {self.reason}"
-
-
 class BadExamples:
   """Counts and logs bad examples, or refuses them; thread-safe.
 
@@ -58,7 +40,7 @@ class BadExamples:
 
   Attributes:
     counts: number of bad examples by reason.
-    first: the first one, or None.
+    first: where the first one is, and why it is bad; or None.
     total_in_process: number of bad examples that this process has skipped, in all its readers.
   """
 
@@ -76,30 +58,31 @@ class BadExamples:
     """
     check_one_of("on_bad_example", policy, POLICIES)
     self.counts: collections.Counter[str] = collections.Counter()
-    self.first: BadExample | None = None
+    self.first: str | None = None
     self._policy = policy
     # The line of each file's last bad example. A file's records always come in order.
     self._last_lines: dict[str, int] = {}
 
-  def add(self, bad: BadExample) -> None:
-    """Counts a bad example.
+  def add(self, path: str, line: int, reason: str) -> None:
+    """Counts a bad example: its file, its line (or its row in files without lines), and why it is bad.
 
     Raises:
       ValueError: the policy is to refuse bad examples.
     """
+    text = f"{path}, line {line}: {reason}"
     if self._policy == "refuse":
-      raise ValueError(f'{bad}. Correct it, or set on_bad_example = "skip" to leave it out.')
+      raise ValueError(f'{text}. Correct it, or set on_bad_example = "skip" to leave it out.')
     with self._lock:
-      if bad.line <= self._last_lines.get(bad.file, 0):
+      if line <= self._last_lines.get(path, 0):
         return
-      self._last_lines[bad.file] = bad.line
-      self.counts[bad.reason] += 1
-      self.first = self.first or bad
+      self._last_lines[path] = line
+      self.counts[reason] += 1
+      self.first = self.first or text
       BadExamples.total_in_process += 1
       total = self.counts.total()
-      is_new = self.counts[bad.reason] == 1 and len(self.counts) <= _LOGGED_REASONS
+      is_new = self.counts[reason] == 1 and len(self.counts) <= _LOGGED_REASONS
     if is_new:
-      logging.warning("Bad example %d is left out: %s", total, bad)
+      logging.warning("Bad example %d is left out: %s", total, text)
 
 
 @dataclasses.dataclass(eq=False)
@@ -136,28 +119,24 @@ class BlockReader:
       records = self.read_records(path, self.options)
       records = itertools.islice(records, block * RECORDS_PER_BLOCK, None)
     found = list(itertools.islice(records, RECORDS_PER_BLOCK))
-    examples = [self._example(path, *record) for record in found]
-    bad = [each for each in examples if isinstance(each, BadExample)]
-    good = [each for each in examples if not isinstance(each, BadExample)]
+    examples = [(n, x if isinstance(x, str) else self.convert(x)) for n, x in found]
+    bad = [(line, reason) for line, reason in examples if isinstance(reason, str)]
+    good = [fields for _, fields in examples if not isinstance(fields, str)]
     has_more = len(found) == RECORDS_PER_BLOCK
     if block == 0 and found and not good:
+      line, reason = bad[0]
       raise ValueError(
         f"None of the {'first ' if has_more else ''}{len(found)} records of {path} can be used. The first "
-        f"bad one: {bad[0]}"
+        f"bad one: {path}, line {line}: {reason}"
       )
-    for each in bad:
-      self.bad_examples.add(each)
+    for line, reason in bad:
+      self.bad_examples.add(path, line, reason)
     if has_more:
       with self._lock:
         self._open[path, block + 1] = records
         if len(self._open) > _MAX_OPEN_FILES:
           del self._open[next(iter(self._open))]
     return list(filter(self.is_kept, good)), has_more
-
-  def _example(self, path: str, line: int, record: Any) -> Fields | BadExample:
-    """Returns the texts of a record."""
-    fields = record if isinstance(record, str) else self.convert(record)
-    return BadExample(path, line, fields) if isinstance(fields, str) else fields
 
   def examples(self, path: str) -> Iterator[Fields]:
     """Yields all examples of a file."""
