@@ -242,7 +242,6 @@ class TokenStream:
 
   Attributes:
     folder: the prepared folder.
-    manifest: the folder's manifest.
     size: number of tokens.
     digest: a hash of all tokens.
   """
@@ -256,13 +255,13 @@ class TokenStream:
     """
     self.folder = pathlib.Path(folder)
     self._split = split
-    self.manifest = read_manifest(folder)
-    splits = {name: entry["shards"] for name, entry in self.manifest["splits"].items()}
+    manifest = read_manifest(folder)
+    splits = {name: entry["shards"] for name, entry in manifest["splits"].items()}
     shards = splits.get(split)
     if not shards:
       existing = ", ".join(repr(name) for name in splits if splits[name])
       raise ValueError(f"{folder} has no split '{split}'; it has {existing}")
-    dtype = token_type(self.manifest["vocabulary"]["pieces"])
+    dtype = token_type(manifest["vocabulary"]["pieces"])
     self._shards = [_Shard(self.folder, dtype, shard) for shard in shards]
     self._starts = np.cumsum([0, *(shard["tokens"] for shard in shards)])
     self.size = int(self._starts[-1])

@@ -86,27 +86,20 @@ def _examples(
   reader: BlockReader, paths: Sequence[str], number: Any, names: Sequence[str]
 ) -> tf.data.Dataset:
   """Returns the examples of the file with this number in `paths`."""
-  text_types = [tf.string] * len(names)
+  types = [tf.bool, *[tf.string] * len(names)]
 
-  def read_block(number: bytes, block: np.int64) -> list[Any]:
-    examples, has_more = reader.read(paths[int(number)], int(block))
+  def read_block(number: bytes, block: np.int64, is_block: np.bool_) -> list[Any]:
+    examples, has_more = reader.read(paths[int(number)], int(block)) if is_block else ([], False)
     columns = [[fields[name].encode() for fields in examples] for name in names]
     return [np.bool_(has_more), *(np.array(column, object) for column in columns)]
 
-  def load(block: Any) -> list[Any]:
+  def step(is_block: Any, block: Any) -> tuple[Any, Any]:
     # For tf.data this function has no state, because a block depends only on its number.
-    types = [tf.bool, *text_types]
-    has_more, *columns = tf.numpy_function(read_block, [number, block], types, stateful=False)
+    given = [number, block, is_block]
+    has_more, *columns = tf.numpy_function(read_block, given, types, stateful=False)
     has_more.set_shape([])
     for column in columns:
       column.set_shape([None])
-    return [has_more, *columns]
-
-  def load_nothing() -> list[Any]:
-    return [tf.constant(False), *(tf.constant([], dtype) for dtype in text_types)]
-
-  def step(is_block: Any, block: Any) -> tuple[Any, Any]:
-    has_more, *columns = tf.cond(is_block, lambda: load(block), load_nothing)
     return has_more, (is_block, dict(zip(names, columns, strict=True)))
 
   blocks = tf.data.Dataset.counter().scan(tf.constant(True), step)

@@ -126,12 +126,8 @@ _SEPARATOR = "\x1f"  # ASCII's unit separator, which no answer contains
 
 def read_squad(path: str, options: ReadOptions) -> Iterator[tuple[int, Any]]:
   """Yields (number, question) of SQuAD's JSON, with the answers of a question joined to one text."""
-  try:
-    with open(path, encoding="utf-8") as file:
-      articles = json.load(file)["data"]
-  except (ValueError, KeyError, TypeError) as error:
-    yield 1, f"not SQuAD's JSON with the key 'data': {error!r}"[:200]
-    return
+  with open(path, encoding="utf-8") as file:
+    articles = json.load(file)["data"]
   paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
   questions = [(question, text["context"]) for text in paragraphs for question in text["qas"]]
   for number, (question, context) in enumerate(questions, 1):
