@@ -160,6 +160,7 @@ def beam_search(
     initial_index,
     pad_id,
   )
+  start = start.replace(live_seqs=start.live_seqs.at[:, :, 0].set(prompts_BL[:, :1]))
   if initial_index is not None:
     start = start.replace(cur_index=initial_index)
   last = jnp.int32(max_len - 1)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from rosetta_t5 import decoding
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
+from rosetta_t5.networks.other_networks import setting_of
 
 
 class DecodingStart(NamedTuple):
@@ -40,6 +41,12 @@ class DecodingModel(BaseModel):
   module: Any
   decode_fn: Any
   output_vocabulary: Any
+
+  @property
+  def start_id(self) -> int:
+    """The token that starts texts, by the network's config; padding if it does not say."""
+    token = setting_of(self.network_config, "decoder_start_token_id")
+    return token if isinstance(token, int) else self.pad_id
 
   @property
   def _decode_method(self) -> Callable[..., Any] | None:
@@ -142,12 +149,16 @@ class DecodingModel(BaseModel):
     optional: dict[str, Any] = {"cache_offset": 1 if is_scanned else 0, "pad_id": self.pad_id}
     if start.cache_index is not None:
       optional["initial_index"] = start.cache_index
+    prompts_BT = start.prompts
+    if self.start_id != self.pad_id:  # Penalties count the token that the network reads there.
+      first_B = jnp.where(prompts_BT[:, 0] == self.pad_id, self.start_id, prompts_BT[:, 0])
+      prompts_BT = prompts_BT.at[:, 0].set(first_B)
     decodes_BNT, scores_BN = call_decode_fn(
       self.decode_fn,
       decoder_params,
       rng,
       optional,
-      inputs=start.prompts,
+      inputs=prompts_BT,
       cache=start.cache,
       tokens_to_logits=step,
       eos_id=self.output_vocabulary.eos_id or 1,

@@ -6,6 +6,7 @@ from typing import Any
 
 _DEFAULTS: dict[str, Any] = {
   "attention_kernel": "xla",
+  "decoder_start_token_id": None,
   "dtype": "float32",
   "fuse_qkv_params": False,
   "matmul": None,

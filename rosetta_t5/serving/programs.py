@@ -150,7 +150,7 @@ class Programs:
 
   def _prefix(self, request: Request) -> tuple[int, ...]:
     """Returns the tokens that a sequence begins with."""
-    return request.inputs if self.is_decoder else (self._model.pad_id,)
+    return request.inputs if self.is_decoder else (self._model.start_id,)
 
   def _padded(self, rows: Sequence[Sequence[int]], length: int) -> np.ndarray:
     """Returns rows of tokens as an array [B, length]."""

@@ -160,7 +160,7 @@ class ServedModel:
   def _inputs(self, tokens: Sequence[int]) -> tuple[int, ...]:
     """Returns the tokens that the model's inputs begin with."""
     has_start = getattr(self._feature.vocabulary, "starts_rows", True)
-    return (*([] if self.has_encoder or not has_start else [self._model.pad_id]), *tokens)
+    return (*([] if self.has_encoder or not has_start else [self._model.start_id]), *tokens)
 
   async def generate(
     self,

@@ -71,8 +71,11 @@ def test_logits_of_a_packed_row_are_those_of_its_examples(pair):
   np.testing.assert_allclose(ours[:count], np.concatenate(parts), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams):
+@pytest.mark.parametrize(
+  ("beams", "controls"),
+  [(1, {}), (4, {}), (1, {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1})],
+)
+def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams, controls):
   found, theirs = pair
   is_decoder = found.settings.is_decoder
   start = todays_models.start_of(found.path)
@@ -87,9 +90,10 @@ def test_greedy_tokens_and_those_of_four_beams_are_equal(pair, beams):
       max_new_tokens=NEW_TOKENS,
       do_sample=False,
       **options,
+      **controls,
     )
     expected.append(decoded[0, ids.shape[1] if is_decoder else 1 :].tolist())
-  assert todays_models.decode(found, INPUTS, NEW_TOKENS, beams) == expected
+  assert todays_models.decode(found, INPUTS, NEW_TOKENS, beams, **controls) == expected
 
 
 def test_loss_and_gradients_of_a_batch_are_those_of_pytorch(pair):

@@ -222,10 +222,12 @@ def logits(found: Any, batch: dict[str, jax.Array], **changes: Any) -> np.ndarra
   return np.asarray(jax.jit(compute)(found.params))[..., found.shift : found.shift + VOCAB]
 
 
-def decode(found: Any, rows: list[list[int]], new_tokens: int, beams: int = 1) -> list[list[int]]:
+def decode(
+  found: Any, rows: list[list[int]], new_tokens: int, beams: int = 1, **controls: Any
+) -> list[list[int]]:
   """Returns the tokens that this project generates for each row, by Transformers' ids."""
   model, shift = found.model, found.shift
-  options = {"bad_words_ids": [] if shift else [[0]]}  # Token 0 is padding here.
+  options = {"bad_words_ids": [] if shift else [[0]], **controls}  # Token 0 is padding here.
   options |= {"alpha": 0.0, "max_decode_step": new_tokens} if beams > 1 else {}
   model._decode_fn = beam_search if beams > 1 else temperature_sample
   if found.settings.is_decoder:

@@ -116,6 +116,23 @@ def test_the_tokens_are_those_of_transformers(name, folder_of):
   assert plain != recorded[name], "the settings must change something"
 
 
+@pytest.mark.parametrize("decode_fn", [temperature_sample, beam_search])
+def test_the_token_that_starts_texts_counts_as_one_that_has_occurred(decode_fn):
+  start, tokens = 3, jnp.ones((2, 3), jnp.int32)
+  sizes = {"emb_dim": 8, "num_heads": 1, "head_dim": 8, "mlp_dim": 8, "dropout_rate": 0.0}
+  layers = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+  module = Transformer(T5Config(vocab_size=6, decoder_start_token_id=start, **sizes, **layers))
+  vocabulary = types.SimpleNamespace(eos_id=EOS)
+  model = EncoderDecoderModel(module, vocabulary, vocabulary, None, decode_fn)
+  params = module.init(jax.random.PRNGKey(0), tokens, tokens, tokens, enable_dropout=False)
+  batch = {"encoder_input_tokens": tokens, "decoder_input_tokens": jnp.zeros_like(tokens)}
+  # Other tokens than the start token, the end token and these two are tokens 2 and 5.
+  once = {"no_repeat_ngram_size": 1, "bad_words_ids": [[0], [4]]}
+  options = {"num_decodes": 1, "decoder_params": once | {"min_new_tokens": 3}}
+  decodes, _ = model.predict_batch_with_aux(params["params"], batch, **options)
+  assert jnp.sort(decodes[:, :2]).tolist() == [[2, 5]] * 2
+
+
 @pytest.mark.slow
 def test_samples_obey_the_same_controls_as_greedy_decoding():
   model = HistoryModel(vocab=9, length=13)
