@@ -34,6 +34,8 @@ _LIBRARIES = {
 }
 # Reads of a part of an operand.
 _SLICES = ("dynamic-slice", "slice", "gather")
+# Instructions that a fusion computes only for the elements that are read of their result.
+_PER_ELEMENT = ("bitcast", "convert", "select", "multiply", "divide", "tanh")
 # The matmuls of our attention kernels, each of the size of the logits times the head size. The program
 # does not say what a kernel computes.
 _OUR_MATMULS = {
@@ -198,13 +200,11 @@ def _bytes_read(fused: Computation, number: int, operand: Instruction) -> float:
 
 
 def _users(fused: Computation, value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
-  """Yields the instructions that use a value or another shape of it, and which of these."""
+  """Yields the instructions that use a value or what is computed from its elements, and which of these."""
   for user in fused.values():
     if value in user.operands:
-      if user.opcode == "bitcast":
-        yield from _users(fused, user)
-      else:
-        yield user, value
+      further = list(_users(fused, user)) if user.opcode in _PER_ELEMENT else []
+      yield from further or [(user, value)]
 
 
 # Kind → the bytes that one of n devices sends in a ring, for one byte of its operand.

@@ -93,21 +93,38 @@ def test_a_fusion_reads_only_the_slices_that_it_uses_and_writes_only_its_update(
   assert (timed.bound, timed.seconds) == ("launches", 2e-6)
 
 
-def test_a_gather_from_another_shape_of_an_operand_reads_only_what_it_gathers():
+def test_a_gather_reads_only_the_elements_that_it_gathers_also_of_what_is_computed_from_an_operand():
   fusion = (
-    "%fused (p0: f32[6,50,1000], p1: s32[300,1]) -> f32[300,1] {\n"
-    "  %p0 = f32[6,50,1000]{2,1,0} parameter(0)\n"
+    "%fused (p0: bf16[6,50,1000], p1: s32[300,1]) -> f32[300,1] {\n"
+    "  %p0 = bf16[6,50,1000]{2,1,0} parameter(0)\n"
     "  %p1 = s32[300,1]{1,0} parameter(1)\n"
-    "  %b = f32[300,1000]{1,0} bitcast(%p0)\n"
+    "  %c = f32[6,50,1000]{2,1,0} convert(%p0)\n"
+    "  %h = f32[6,50,1000]{2,1,0} tanh(%c)\n"
+    "  %b = f32[300,1000]{1,0} bitcast(%h)\n"
     "  ROOT %g = f32[300,1]{1,0} gather(%b, %p1), slice_sizes={1,1}\n}\n"
   )
   found = timeline(
-    "  %x = f32[6,50,1000]{2,1,0} parameter(0)\n"
+    "  %x = bf16[6,50,1000]{2,1,0} parameter(0)\n"
     "  %i = s32[300,1]{1,0} parameter(1)\n"
     "  %f = f32[300,1]{1,0} fusion(%x, %i), kind=kLoop, calls=%fused",
     fusion,
   )
   assert found.kernels[0].bytes == 3 * 4 * 300
+
+
+def test_a_fusion_reads_all_elements_of_an_operand_that_it_converts():
+  fusion = (
+    "%fused (p0: bf16[6,50]) -> f32[300] {\n"
+    "  %p0 = bf16[6,50]{1,0} parameter(0)\n"
+    "  %c = f32[6,50]{1,0} convert(%p0)\n"
+    "  ROOT %b = f32[300]{0} bitcast(%c)\n}\n"
+  )
+  found = timeline(
+    "  %x = bf16[6,50]{1,0} parameter(0)\n"
+    "  %f = f32[300]{0} fusion(%x), kind=kLoop, calls=%fused",
+    fusion,
+  )
+  assert found.kernels[0].bytes == (2 + 4) * 300
 
 
 def test_fusions_are_classified_by_what_they_contain():
