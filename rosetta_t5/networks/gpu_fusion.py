@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from rosetta_t5.networks.layers.matmuls import flat_row_axes
 from rosetta_t5.parallel.placement import current, target_device
@@ -42,22 +44,36 @@ def cast_parameter(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def square_sums(tree: Any) -> list[jax.Array]:
-  """Returns the sum of squares of each array, computed in float32.
-
-  A GPU computes sums of rows first: XLA needs two kernels for the sum of a large array, and fuses only the first
-  of them with those of other arrays.
-  """
+  """Returns the sum of squares of each array, computed in float32."""
   arrays = [jnp.atleast_1d(x).astype(jnp.float32) for x in jax.tree.leaves(tree)]
   if target_device().platform != "gpu":
     return [jnp.sum(jnp.square(x)) for x in arrays]
   sums: dict[int, jax.Array] = {}
   for shape in dict.fromkeys(x.shape for x in arrays):
     same = [index for index, x in enumerate(arrays) if x.shape == shape]
-    # However rows are split over devices, each part of a row is on one device.
-    parts = (*shape[:-1], math.gcd(shape[-1], max(1, current().mesh.size)), -1)
-    rows = jnp.stack([jnp.sum(jnp.square(arrays[i].reshape(parts)), axis=-1) for i in same])
-    sums |= zip(same, jnp.sum(rows, axis=range(1, rows.ndim)), strict=True)
+    total = sums_of_squares([arrays[index] for index in same], range(len(shape)))
+    sums |= zip(same, total.ravel(), strict=True)
   return [sums[index] for index in range(len(arrays))]
+
+
+def sums_of_squares(arrays: Sequence[jax.Array], axis: Sequence[int]) -> jax.Array:
+  """Returns the sum of squares of each of N arrays of one shape over `axis`, whose dimensions become 1: [N, ...].
+
+  A GPU first adds up parts of rows, or 16 rows. XLA needs two kernels for the sum of a large array, and fuses only
+  the first of them with those of other arrays; sums over long columns it does not fuse at all.
+  """
+  if target_device().platform != "gpu" or not axis:
+    return jnp.stack([jnp.sum(jnp.square(x), axis=tuple(axis), keepdims=True) for x in arrays])
+  shape, dim = arrays[0].shape, max(axis)
+  is_row = dim == len(shape) - 1
+  # However the dimension is split over devices, each part of it is on one device.
+  shards = math.gcd(shape[dim], max(1, current().mesh.size))
+  parts = (shards, -1) if is_row else (-1, math.gcd(shape[dim] // shards, 16))
+  split = (*shape[:dim], *parts, *shape[dim + 1 :])
+  sums = jnp.stack([jnp.sum(jnp.square(x.reshape(split)), axis=dim + 1) for x in arrays])
+  if not is_row:  # or XLA would transpose the sums of each array
+    sums = with_layout_constraint(sums, Layout(major_to_minor=tuple(range(sums.ndim))))
+  return jnp.sum(sums, axis=[dim + 1 for dim in axis], keepdims=True)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -13,8 +13,14 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from tiny_models import T5_1_1, assert_close, make_batch, make_model, params_of
 
-from rosetta_t5.networks.gpu_fusion import global_norm, square_sums, with_common_factor
+from rosetta_t5.networks.gpu_fusion import (
+  global_norm,
+  square_sums,
+  sums_of_squares,
+  with_common_factor,
+)
 from rosetta_t5.networks.transformer import Transformer
+from rosetta_t5.training.optimizers.adafactor import Adafactor
 from rosetta_t5.training.optimizers.optax_wrapper import chain
 
 GPU = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
@@ -54,6 +60,54 @@ def test_sums_of_rows_add_up_to_the_square_of_each_array(devices):
   ]
   squares = as_on_gpu(square_sums, [jnp.float32(x) for x in arrays], devices=devices)
   np.testing.assert_allclose(squares, [np.square(x).sum() for x in arrays], rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", [(), (0,), (1,), (0, 2), (1, 2)])
+def test_squares_are_added_up_over_the_given_dimensions(axis):
+  arrays = [np.random.default_rng(n).normal(size=(48, 3, 10)) for n in range(2)]
+  sums = as_on_gpu(
+    functools.partial(sums_of_squares, axis=axis), [jnp.float32(x) for x in arrays], devices=2
+  )
+  expected = [np.square(x).sum(axis=axis, keepdims=True) for x in arrays]
+  np.testing.assert_allclose(sums, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [{}, {"factored": False, "beta1": 0.9}, {"multiply_by_parameter_scale": False}],
+  ids=["default", "momentum", "absolute"],
+)
+def test_adafactor_updates_parameters_of_one_shape_together_as_each_by_itself(settings):
+  rng = np.random.default_rng(0)
+  shapes = {"a": (256, 144), "b": (256, 144), "c": (144, 256), "d": (144,), "e": (144,), "f": ()}
+  params = {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+  grads = {name: jnp.float32(rng.normal(size=shape)) for name, shape in shapes.items()}
+  optimizer = Adafactor(learning_rate=0.01, **settings)
+  state = optimizer.init_state(params)
+
+  def update(params, state, grads):
+    return optimizer.apply_gradient(optimizer.hyper_params, params, state, grads)
+
+  expected = jax.jit(update)(params, state, grads)
+  updated = as_on_gpu(update, params, state, grads, devices=2)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), updated, expected
+  )
+
+
+def test_a_subclass_of_adafactor_with_a_rule_for_one_parameter_keeps_it():
+  class Frozen(Adafactor):
+    def apply_param_gradient(self, step, hyper_params, param, state, grad, path):
+      return param, state
+
+  params = {name: jnp.ones((144, 256)) for name in "ab"}
+  optimizer = Frozen(learning_rate=0.01)
+
+  def update(params):
+    state = optimizer.init_state(params)
+    return optimizer.apply_gradient(optimizer.hyper_params, params, state, params)[0]
+
+  jax.tree.map(np.testing.assert_array_equal, as_on_gpu(update, params), params)
 
 
 def make_clip():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumber, Probability, Rate
-from rosetta_t5.networks.gpu_fusion import global_norm
+from rosetta_t5.networks.gpu_fusion import global_norm, sums_of_squares, with_common_factor
+from rosetta_t5.parallel.placement import target_device
 from rosetta_t5.training.optimizers import factor_rules, optimizer_def
 from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, HParamMap
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
@@ -135,16 +137,36 @@ class Adafactor(OptimizerDef):
       norm = global_norm(grads)
       grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
-    def update(path: Any, param: jax.Array, moments: Any, grad: jax.Array) -> tuple:
-      return self.apply_param_gradient(
-        state.step, hyper_params, param, moments, grad, optimizer_def.path_name(path)
-      )
-
-    updated = jax.tree_util.tree_map_with_path(update, params, state.param_states, grads)
     structure: Any = jax.tree.structure(params)
-    new_params, new_states = zip(*structure.flatten_up_to(updated), strict=True)
+    names = [optimizer_def.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    trees = [structure.flatten_up_to(tree) for tree in (params, state.param_states, grads)]
+    updated: dict[int, tuple[jax.Array, AdafactorParamState]] = {}
+    for first, *more in self._groups(hyper_params, names, trees[0]):
+      common, path = (state.step, hyper_params), names[first]
+      if more:
+        values = ([leaves[number] for number in (first, *more)] for leaves in trees)
+        updated |= zip((first, *more), self._apply_gradients(*common, *values, path), strict=True)
+      else:
+        updated[first] = self.apply_param_gradient(*common, *(x[first] for x in trees), path)
+    new_params, new_states = zip(*(updated[number] for number in range(len(names))), strict=True)
     new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
     return structure.unflatten(new_params), new_state
+
+  def _groups(
+    self, hyper_params: Any, names: Sequence[str], params: Sequence[jax.Array]
+  ) -> list[list[int]]:
+    """Returns the numbers of the parameters that are updated together.
+
+    On a GPU these are all that have the same shape and rules, so that few kernels update them. A CPU would gain
+    nothing, and a subclass may have a rule of its own for one parameter.
+    """
+    has_own_rule = type(self).apply_param_gradient is not Adafactor.apply_param_gradient
+    is_joint = target_device().platform == "gpu" and not has_own_rule
+    groups: dict[Any, list[int]] = {}
+    for number, (name, param) in enumerate(zip(names, params, strict=True)):
+      rules = self._dims(param.shape, name), self._is_relative(hyper_params, name)
+      groups.setdefault((param.shape, *rules) if is_joint else name, []).append(number)
+    return list(groups.values())
 
   def apply_param_gradient(
     self,
@@ -156,20 +178,41 @@ class Adafactor(OptimizerDef):
     path: str,
   ) -> tuple[jax.Array, AdafactorParamState]:
     """Returns one parameter and its moments after the step that follows `step` completed steps."""
-    dims = self._dims(param.shape, path)
-    grad = grad.astype(jnp.float32)
+    return self._apply_gradients(step, hyper_params, [param], [state], [grad], path)[0]
+
+  def _apply_gradients(
+    self,
+    step: jax.Array,
+    hyper_params: Any,
+    params: Sequence[jax.Array],
+    states: Sequence[AdafactorParamState],
+    grads: Sequence[jax.Array],
+    path: str,
+  ) -> list[tuple[jax.Array, AdafactorParamState]]:
+    """Does the same for parameters of one shape and with the rules of that called `path`."""
+    dims = self._dims(params[0].shape, path)
+    grads = [grad.astype(jnp.float32) for grad in grads]
     age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
     decay = 1.0 - age ** (-hyper_params.decay_rate)
-    new_state = _second_moment(grad, state, decay, dims, hyper_params.epsilon1)
+    new_states = _second_moments(grads, states, decay, dims, hyper_params.epsilon1)
     # The order of multiplications is T5X's: the reference run amplifies rounding errors 2000-fold.
-    scale = self._step_size(hyper_params, param, dims, path)
+    scales = self._step_sizes(hyper_params, params, dims, path)
     if hyper_params.clipping_threshold is not None:
-      # XLA for CPU would write a product that two reductions and an update share to memory, which takes
-      # longer than to compute it again.
-      grad_copy, state_copy = jax.lax.optimization_barrier((grad, new_state))
-      rms = _rms(_precondition(grad_copy, state_copy, dims), dims.averaged)
-      scale = scale / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
-    update = _precondition(grad, new_state, dims) * scale
+      rms = _rms(_precondition(*_read_again((grads, new_states)), dims), dims.averaged)
+      scales = scales / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
+    directions = _precondition(grads, new_states, dims)
+    updates = [direction * scale for direction, scale in zip(directions, scales, strict=True)]
+    pairs = zip(params, states, new_states, updates, strict=True)
+    return [self._apply_update(hyper_params, *each) for each in pairs]
+
+  def _apply_update(
+    self,
+    hyper_params: Any,
+    param: jax.Array,
+    state: AdafactorParamState,
+    new_state: AdafactorParamState,
+    update: jax.Array,
+  ) -> tuple[jax.Array, AdafactorParamState]:
     if hyper_params.beta1 is not None:
       update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
       new_state = new_state.replace(m=update.astype(self.dtype_momentum))
@@ -213,46 +256,81 @@ class Adafactor(OptimizerDef):
       rule = rules[path] if rules else factor_rules.HEURISTIC_RULE
     return factor_rules.resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
 
-  def _step_size(
-    self, hyper_params: Any, param: jax.Array, dims: FactorDims, path: str
-  ) -> jax.Array:
-    """Returns the learning rate, multiplied by the parameter's scale if it is relative."""
+  def _is_relative(self, hyper_params: Any, path: str) -> bool:
+    """Returns whether the learning rate of a parameter is relative to its scale."""
     relative = hyper_params.multiply_by_parameter_scale
-    if isinstance(relative, HParamMap):
-      relative = relative[path]
+    return bool(relative[path] if isinstance(relative, HParamMap) else relative)
+
+  def _step_sizes(
+    self, hyper_params: Any, params: Sequence[jax.Array], dims: FactorDims, path: str
+  ) -> jax.Array:
+    """Returns the learning rate of each of N parameters, [N, 1 or the size of a dimension, ...]."""
     learning_rate = jnp.asarray(hyper_params.learning_rate, jnp.float32)
-    if not relative:
-      return learning_rate
-    scale = jnp.maximum(_rms(param.astype(jnp.float32), dims.averaged), hyper_params.epsilon2)
+    if not self._is_relative(hyper_params, path):
+      return jnp.full((len(params), *[1] * params[0].ndim), learning_rate)
+    values = with_common_factor([param.astype(jnp.float32) for param in params])
+    scales = jnp.maximum(_rms(values, dims.averaged), hyper_params.epsilon2)
     if hyper_params.max_parameter_scale is not None:
-      scale = jnp.minimum(scale, hyper_params.max_parameter_scale)
-    return learning_rate * scale
+      scales = jnp.minimum(scales, hyper_params.max_parameter_scale)
+    return learning_rate * scales
 
 
-def _second_moment(
-  grad: jax.Array, state: AdafactorParamState, decay: jax.Array, dims: FactorDims, epsilon: float
-) -> AdafactorParamState:
-  """Returns the state with the squared gradient added to its moving averages."""
+def _second_moments(
+  grads: Sequence[jax.Array],
+  states: Sequence[AdafactorParamState],
+  decay: jax.Array,
+  dims: FactorDims,
+  epsilon: float,
+) -> list[AdafactorParamState]:
+  """Returns the states with the squared gradients added to their moving averages."""
 
   def average(old: jax.Array, new: jax.Array) -> jax.Array:
     return decay * old + (1.0 - decay) * (new + epsilon)
 
   if not dims.factored:
-    return state.replace(v=average(state.v, grad * grad))
-  copy = jax.lax.optimization_barrier(grad)  # See `apply_param_gradient`.
-  return state.replace(
-    v_row=average(state.v_row, jnp.mean(grad * grad, axis=dims.col)),
-    v_col=average(state.v_col, jnp.mean(copy * copy, axis=dims.row)),
-  )
+    pairs = zip(states, grads, strict=True)
+    return [state.replace(v=average(state.v, grad * grad)) for state, grad in pairs]
+  old = with_common_factor([(state.v_row, state.v_col) for state in states])
+  rows = _mean_squares(grads, dims.col).squeeze([dim + 1 for dim in dims.col])
+  cols = _mean_squares(_read_again(grads), dims.row).squeeze([dim + 1 for dim in dims.row])
+  return [
+    state.replace(v_row=average(v_row, row), v_col=average(v_col, col))
+    for state, (v_row, v_col), row, col in zip(states, old, rows, cols, strict=True)
+  ]
 
 
-def _precondition(grad: jax.Array, state: AdafactorParamState, dims: FactorDims) -> jax.Array:
-  """Returns `grad` divided by the square root of its second moment."""
+def _precondition(
+  grads: Sequence[jax.Array], states: Sequence[AdafactorParamState], dims: FactorDims
+) -> list[jax.Array]:
+  """Returns each gradient divided by the square root of its second moment."""
   if not dims.factored:
-    return grad * jax.lax.rsqrt(state.v)
-  row = jnp.expand_dims(state.v_row, dims.col)
-  row_factor = jax.lax.rsqrt(row / jnp.mean(row, axis=dims.row, keepdims=True))
-  return grad * row_factor * jax.lax.rsqrt(jnp.expand_dims(state.v_col, dims.row))
+    return [grad * jax.lax.rsqrt(state.v) for grad, state in zip(grads, states, strict=True)]
+  rows = jnp.stack([jnp.expand_dims(state.v_row, dims.col) for state in states])
+  cols = jnp.stack([jnp.expand_dims(state.v_col, dims.row) for state in states])
+  means = jnp.mean(rows, axis=[dim + 1 for dim in dims.row], keepdims=True)
+  factors = jax.lax.rsqrt(rows / means), jax.lax.rsqrt(cols)
+  if target_device().platform == "gpu":
+    factors = jax.lax.optimization_barrier(factors)
+  return [grad * row * col for grad, row, col in zip(grads, *factors, strict=True)]
+
+
+def _read_again(tree: PyTree) -> PyTree:
+  """Returns the arrays for a second computation of the same values from them.
+
+  XLA for CPU would write a product that two reductions and an update share to memory, which takes longer than to
+  compute it again.
+  """
+  return tree if target_device().platform == "gpu" else jax.lax.optimization_barrier(tree)
+
+
+def _rms(arrays: Sequence[jax.Array], axis: tuple[int, ...]) -> jax.Array:
+  """Returns the root mean square of each array over `axis`, whose dimensions become 1: [N, ...]."""
+  return jnp.sqrt(_mean_squares(arrays, axis))
+
+
+def _mean_squares(arrays: Sequence[jax.Array], axis: tuple[int, ...]) -> jax.Array:
+  """Returns the mean square of each array over `axis`, whose dimensions become 1: [N, ...]."""
+  return sums_of_squares(arrays, axis) / math.prod(arrays[0].shape[dim] for dim in axis)
 
 
 def _expert_axes(names: Any, averaged: tuple[int, ...]) -> PartitionSpec | None:
@@ -266,8 +344,3 @@ def _expert_axes(names: Any, averaged: tuple[int, ...]) -> PartitionSpec | None:
     return None
   kept = (name for dim, name in enumerate(names) if dim not in averaged)
   return PartitionSpec(*(name if name == "expert" else None for name in kept))
-
-
-def _rms(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-  """Returns the root mean square over `axis`, whose dimensions become 1."""
-  return jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True))
