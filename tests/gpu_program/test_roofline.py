@@ -120,8 +120,7 @@ def test_a_fusion_reads_all_elements_of_an_operand_that_it_converts():
     "  ROOT %b = f32[300]{0} bitcast(%c)\n}\n"
   )
   found = timeline(
-    "  %x = bf16[6,50]{1,0} parameter(0)\n"
-    "  %f = f32[300]{0} fusion(%x), kind=kLoop, calls=%fused",
+    "  %x = bf16[6,50]{1,0} parameter(0)\n  %f = f32[300]{0} fusion(%x), kind=kLoop, calls=%fused",
     fusion,
   )
   assert found.kernels[0].bytes == (2 + 4) * 300

@@ -16,7 +16,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumbe
 from rosetta_t5.networks.gpu_fusion import global_norm, sums_of_squares, with_common_factor
 from rosetta_t5.parallel.placement import target_device
 from rosetta_t5.training.optimizers import factor_rules, optimizer_def
-from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, HParamMap
+from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, FactorRule, HParamMap
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
@@ -164,8 +164,9 @@ class Adafactor(OptimizerDef):
     is_joint = target_device().platform == "gpu" and not has_own_rule
     groups: dict[Any, list[int]] = {}
     for number, (name, param) in enumerate(zip(names, params, strict=True)):
-      rules = self._dims(param.shape, name), self._is_relative(hyper_params, name)
-      groups.setdefault((param.shape, *rules) if is_joint else name, []).append(number)
+      # Parameters whose rules differ may also be split differently over devices.
+      key = (param.shape, str(self._rule(name)), self._is_relative(hyper_params, name))
+      groups.setdefault(key if is_joint else name, []).append(number)
     return list(groups.values())
 
   def apply_param_gradient(
@@ -250,11 +251,14 @@ class Adafactor(OptimizerDef):
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
     """Returns the roles of the dimensions of one parameter."""
-    hyper_params, rule = self.hyper_params, None
-    if hyper_params.factored:
-      rules = hyper_params.factor_map
-      rule = rules[path] if rules else factor_rules.HEURISTIC_RULE
-    return factor_rules.resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
+    smallest = self.hyper_params.min_dim_size_to_factor
+    return factor_rules.resolve(self._rule(path), shape, path, smallest)
+
+  def _rule(self, path: str) -> FactorRule:
+    if not self.hyper_params.factored:
+      return None
+    rules = self.hyper_params.factor_map
+    return rules[path] if rules else factor_rules.HEURISTIC_RULE
 
   def _is_relative(self, hyper_params: Any, path: str) -> bool:
     """Returns whether the learning rate of a parameter is relative to its scale."""
