@@ -141,13 +141,14 @@ class Adafactor(OptimizerDef):
     names = [optimizer_def.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     trees = [structure.flatten_up_to(tree) for tree in (params, state.param_states, grads)]
     updated: dict[int, tuple[jax.Array, AdafactorParamState]] = {}
-    for first, *more in self._groups(hyper_params, names, trees[0]):
-      common, path = (state.step, hyper_params), names[first]
-      if more:
-        values = ([leaves[number] for number in (first, *more)] for leaves in trees)
-        updated |= zip((first, *more), self._apply_gradients(*common, *values, path), strict=True)
+    for group in self._groups(hyper_params, names, trees[0]):
+      targets, states, slopes = ([leaves[number] for number in group] for leaves in trees)
+      common, path = (state.step, hyper_params), names[group[0]]
+      if len(group) > 1:
+        results = self._apply_gradients(*common, targets, states, slopes, path)
       else:
-        updated[first] = self.apply_param_gradient(*common, *(x[first] for x in trees), path)
+        results = [self.apply_param_gradient(*common, targets[0], states[0], slopes[0], path)]
+      updated |= zip(group, results, strict=True)
     new_params, new_states = zip(*(updated[number] for number in range(len(names))), strict=True)
     new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
     return structure.unflatten(new_params), new_state
@@ -199,7 +200,8 @@ class Adafactor(OptimizerDef):
     # The order of multiplications is T5X's: the reference run amplifies rounding errors 2000-fold.
     scales = self._step_sizes(hyper_params, params, dims, path)
     if hyper_params.clipping_threshold is not None:
-      rms = _rms(_precondition(*_read_again((grads, new_states)), dims), dims.averaged)
+      grad_copies, state_copies = _read_again((grads, new_states))
+      rms = _rms(_precondition(grad_copies, state_copies, dims), dims.averaged)
       scales = scales / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
     directions = _precondition(grads, new_states, dims)
     updates = [direction * scale for direction, scale in zip(directions, scales, strict=True)]
