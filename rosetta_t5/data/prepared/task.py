@@ -19,8 +19,9 @@ from rosetta_t5.data.dataset_config import DatasetConfig
 from rosetta_t5.data.denoisers import Denoiser, ul2_denoisers
 from rosetta_t5.data.prepared import prepared_batches
 from rosetta_t5.data.prepared.prepared_batches import BatchObjective, BatchSequence, HostBatch
-from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, open_vocabulary, read_manifest
+from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
+from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
@@ -94,15 +95,15 @@ class PreparedTask:
   def _feature_names(self) -> list[str]:
     return ["targets"] if self.objective == "causal_lm" else ["inputs", "targets"]
 
-  def objectives(self, lengths: Mapping[str, int], tokenizer: Any) -> list[BatchObjective]:
+  def objectives(self, lengths: Mapping[str, int], vocabulary: Any) -> list[BatchObjective]:
     """Returns a list with the objective; for "ul2", with its denoisers.
 
     Args:
       lengths: the lengths of "inputs" and "targets"; for causal_lm, of "targets" alone.
-      tokenizer: the `StoredVocabulary`.
+      vocabulary: that of `output_features`.
 
     Raises:
-      ValueError: `lengths` has the wrong features or too small values for the objective.
+      ValueError: `lengths` has the wrong features, or too small a value for the targets.
     """
     if sorted(lengths) != self._feature_names:
       raise ValueError(
@@ -111,7 +112,7 @@ class PreparedTask:
       )
     if self.objective == "causal_lm":
       return [_objective(_causal_lm, lengths["targets"])]
-    return [self._fit(denoiser, lengths, tokenizer) for denoiser in self._mixed()]
+    return [_fit(denoiser, lengths, vocabulary) for denoiser in self._mixed()]
 
   def _mixed(self) -> list[Denoiser]:
     """Returns the denoisers that make the examples; for causal_lm, one that stands for it."""
@@ -120,27 +121,6 @@ class PreparedTask:
     if self.objective == "span_corruption":
       return [Denoiser("", self.noise_density, self.mean_span_length)]
     return [Denoiser("", None, None)]
-
-  def _fit(self, denoiser: Denoiser, lengths: Mapping[str, int], tokenizer: Any) -> BatchObjective:
-    """Returns an objective whose segments fill both features, including one end token in each."""
-    mode = tuple(tokenizer.encode(denoiser.mode))
-    density, mean = denoiser.density, denoiser.mean_length
-    ends = {"mode": mode, "end": max(tokenizer.end, 1)}
-    if mean is None:
-      without_end = {name: size - 1 for name, size in lengths.items()}
-      length, most, density = objectives.prefix_lengths(without_end, len(mode), density)
-      most = min(most, length - 1)
-      return _objective(_prefix_lm, length, density=density, most=most, **ends)
-    assert density is not None
-    room = lengths["inputs"] - len(mode)
-    if room < 4:  # two tokens, of which one is dropped, take three
-      raise ValueError(f"TASK_FEATURE_LENGTHS = {dict(lengths)} is too short: set longer ones")
-    length = objectives.segment_length(room, lengths["targets"], density, mean)
-    _, spans = objectives.noise_and_spans(length, density, mean)
-    objectives.warn_of_missing_sentinels(length, spans, self.extra_ids)
-    vocab_size = tokenizer.size + self.extra_ids
-    settings = {"density": density, "mean_length": mean, "vocab_size": vocab_size}
-    return _objective(_span_corruption, length, **settings, **ends)
 
   def batch_sequence(self, cfg: DatasetConfig, shard: int, shards: int, seed: int) -> BatchSequence:
     """Returns this shard's rows of every training batch.
@@ -151,7 +131,8 @@ class PreparedTask:
     """
     lengths = dict(cfg.task_feature_lengths or {})
     streams = [TokenStream(folder, cfg.split) for folder in self.folders]
-    found = self.objectives(lengths, open_vocabulary(self.folders[0]))
+    vocabulary = self.output_features["targets"].vocabulary
+    found = self.objectives(lengths, vocabulary)
     pairs = itertools.product(streams, found)
     rates = self.rates or [float(stream.size) for stream in streams]
     drawn = [rate * denoiser.rate for rate in rates for denoiser in self._mixed()]
@@ -159,7 +140,6 @@ class PreparedTask:
       prepared_batches.Segments(stream, objective.length, seed + 7919 * number, cfg.shuffle)
       for number, (stream, objective) in enumerate(pairs)
     ]
-    vocabulary = self.output_features["targets"].vocabulary
     return BatchSequence(
       sources=list(zip(segments, found * len(streams), strict=True)),
       mixture=prepared_batches.RateMixture(drawn, seed),
@@ -197,6 +177,25 @@ class PreparedTask:
 
 # Gin files call it data.prepared_task.
 prepared_task = PreparedTask
+
+
+def _fit(denoiser: Denoiser, lengths: Mapping[str, int], vocabulary: Any) -> BatchObjective:
+  """Returns an objective whose segments fill both features, including one end token in each."""
+  mode = tuple(vocabulary.encode(denoiser.mode))
+  density, mean = denoiser.density, denoiser.mean_length
+  ends = {"mode": mode, "end": max(vocabulary.eos_id, 1)}
+  if mean is None:
+    without_end = {name: size - 1 for name, size in lengths.items()}
+    length, most, density = objectives.prefix_lengths(without_end, len(mode), density)
+    most = min(most, length - 1)
+    return _objective(_prefix_lm, length, density=density, most=most, **ends)
+  assert density is not None
+  room = lengths["inputs"] - len(mode)
+  length = objectives.segment_length(room, lengths["targets"], density, mean)
+  _, spans = objectives.noise_and_spans(length, density, mean)
+  objectives.warn_of_missing_sentinels(length, spans, len(sentinel_ids(vocabulary)))
+  settings = {"density": density, "mean_length": mean, "vocab_size": vocabulary.vocab_size}
+  return _objective(_span_corruption, length, **settings, **ends)
 
 
 def _objective(make: Callable[..., HostBatch], length: int, **settings: Any) -> BatchObjective:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inline_executor import InlineExecutor
+from sentencepiece import sentencepiece_model_pb2
 
 from rosetta_t5.checkpoints.saved_items import (
   DatasetArgs,
@@ -61,6 +62,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def config(task: Any, **overrides: Any) -> DatasetConfig:
   fields = {"split": "train", "batch_size": 8, "shuffle": True, "seed": 5}
   return DatasetConfig(task, LENGTHS, **{**fields, **overrides})  # type: ignore[arg-type]
+
+
+def test_the_sentinels_of_a_sentencepiece_model_are_used(tmp_path: pathlib.Path) -> None:
+  model = sentencepiece_model_pb2.ModelProto.FromString(
+    train_sentencepiece([" ".join(WORDS)] * 20, vocab_size=18)
+  )
+  for number in reversed(range(10)):
+    model.pieces.add(piece=f"<extra_id_{number}>", type=model.SentencePiece.USER_DEFINED)
+  (tmp_path / "pieces.model").write_bytes(model.SerializeToString())
+  (tmp_path / "a.txt").write_text("\n".join([" ".join(WORDS * 8)] * 60))
+  files = str(tmp_path / "a.txt"), str(tmp_path / "pieces.model"), tmp_path / "out"
+  prepare(*files, executor=InlineExecutor())
+  task = prepared_task(str(tmp_path / "out"))
+  assert task.output_features["targets"].vocabulary.vocab_size == 28
+  cfg = DatasetConfig(task, LENGTHS, "train", batch_size=4, shuffle=True, seed=0)
+  assert task.batch_sequence(cfg, 0, 1, 0)[0]["encoder_input_tokens"].max() == 27
 
 
 def test_inputs_and_targets_together_contain_the_tokens() -> None:
