@@ -20,9 +20,6 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree, to_plain
 from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables, peft_folder
 
-_TARGET = "target/"
-
-
 def adapter_facts(
   adapter: adapters.Adapter | None,
   manager: Any,
@@ -59,7 +56,7 @@ def adapter_facts(
   changes -= {state_dicts.resize_vocabulary}
   if base is None or changes or is_own or is_merged(flat, adapter_fact(base)):
     return {ADAPTER: {**settings, "base": None}}
-  expected = {n: x for n, x in flat.items() if not adapter.is_trained(n.removeprefix(_TARGET))}
+  expected = {n: x for n, x in flat.items() if not adapter.is_trained(n.removeprefix("target/"))}
   stored = quantize(convert_tree(read_arrays(base), expected), expected)
   names = [n for n, x in expected.items() if n in stored and stored[n].shape == tuple(x.shape)]
   about_base = {
@@ -141,7 +138,7 @@ def _merged_array(adapter: adapters.Adapter, module: str, end: str, parts: Array
   """Returns a projection's kernel or bias, from all that it has by the ends of their names."""
 
   def read(index: Any) -> np.ndarray:
-    name = module.removeprefix(_TARGET)
+    name = module.removeprefix("target/")
     flat = {f"{name}/{key}": x.get() for key, x in parts.items()}
     merged = adapter.merged(state_dicts.unflatten_state_dict(flat))
     return np.asarray(state_dicts.flatten_state_dict(merged)[f"{name}/{end}"])[index]

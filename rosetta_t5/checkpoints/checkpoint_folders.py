@@ -122,7 +122,7 @@ def resolve_checkpoint(path: epath.PathLike, step: int | None = None) -> epath.P
 
   Args:
     path: a checkpoint of any layout, a folder of checkpoints, or the name of a model on Hugging Face's
-      hub (see `hub.local_folder`).
+      hub (see `hugging_face.folder.local_folder`).
     step: which checkpoint of a folder; None for the latest.
 
   Raises:

@@ -24,7 +24,7 @@ from rosetta_t5.argument_types import PositiveNumber, Rate
 from rosetta_t5.data.denoisers import Denoiser
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.data.vocabularies.encoder_inputs import begin_inputs
-from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
+from rosetta_t5.data.vocabularies.sentencepiece_models import count_last_sentinels
 
 Dataset: TypeAlias = "tf.data.Dataset"
 Lengths: TypeAlias = Mapping[str, int]
@@ -169,10 +169,8 @@ def span_corruption(
     inputs_length, sequence_length["targets"], noise_density, mean_noise_span_length
   )
   _, num_spans = noise_and_spans(tokens_length, noise_density, mean_noise_span_length)
-  vocabulary = output_features["targets"].vocabulary
-  sentinels = sentinel_ids(vocabulary)
-  are_last = sentinels[:1] == [vocabulary.vocab_size - 1]  # spans count down from the last id
-  warn_of_missing_sentinels(tokens_length, num_spans, len(sentinels) if are_last else 0)
+  num_sentinels = count_last_sentinels(output_features["targets"].vocabulary)
+  warn_of_missing_sentinels(tokens_length, num_spans, num_sentinels)
   dataset = split_tokens(reduce_concat_tokens(select_random_chunk(dataset)), tokens_length)
   return denoise(dataset, output_features, noise_density, mean_noise_span_length)
 

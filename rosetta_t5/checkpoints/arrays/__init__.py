@@ -1,1 +1,1 @@
-"""Arrays: read lazily, renamed, converted between parameter trees, initialized leaf by leaf."""
+"""Arrays: read lazily, renamed, resized, and converted between parameter trees."""

@@ -21,7 +21,7 @@ from rosetta_t5.data.prepared import prepared_batches
 from rosetta_t5.data.prepared.prepared_batches import BatchObjective, BatchSequence, HostBatch
 from rosetta_t5.data.prepared.shards import VOCABULARY, TokenStream, read_manifest
 from rosetta_t5.data.tensorflow_import import seqio
-from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
+from rosetta_t5.data.vocabularies.sentencepiece_models import count_last_sentinels
 from rosetta_t5.data.vocabularies.task_vocabularies import tokenizer_vocabulary
 
 OBJECTIVES = ("span_corruption", "prefix_lm", "causal_lm", "ul2")
@@ -193,7 +193,7 @@ def _fit(denoiser: Denoiser, lengths: Mapping[str, int], vocabulary: Any) -> Bat
   room = lengths["inputs"] - len(mode)
   length = objectives.segment_length(room, lengths["targets"], density, mean)
   _, spans = objectives.noise_and_spans(length, density, mean)
-  objectives.warn_of_missing_sentinels(length, spans, len(sentinel_ids(vocabulary)))
+  objectives.warn_of_missing_sentinels(length, spans, count_last_sentinels(vocabulary))
   settings = {"density": density, "mean_length": mean, "vocab_size": vocabulary.vocab_size}
   return _objective(_span_corruption, length, **settings, **ends)
 

@@ -54,7 +54,7 @@ class TaskSpec:
     tfds: "dataset/configuration:version" in TensorFlow Datasets, or "" if TFDS does not have it.
     text_format: converts an example (tensors) as TFDS has it to texts (see `text_formats`).
     files: the same dataset as it was distributed.
-    objective: how the texts become training examples (see `text_objectives`).
+    objective: how the texts become training examples (see `objectives`).
     splits: the task's splits; None means all splits of the dataset.
     postprocess: converts the model's text to what the metrics compare.
     metrics: functions of targets and predictions.

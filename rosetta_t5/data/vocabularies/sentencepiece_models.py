@@ -141,6 +141,12 @@ def sentinel_ids(vocabulary: Any) -> list[int]:
   return [vocabulary.vocab_size - 1 - number for number in range(count)]
 
 
+def count_last_sentinels(vocabulary: Any) -> int:
+  """Returns how many of a vocabulary's last ids are sentinels; span corruption uses the last one first."""
+  ids = sentinel_ids(vocabulary)
+  return len(ids) if ids[:1] == [vocabulary.vocab_size - 1] else 0
+
+
 def count_extra_pieces(processor: Any) -> int:
   """Returns how many of a processor's last pieces are sentinels."""
   pieces = map(processor.id_to_piece, reversed(range(processor.get_piece_size())))
