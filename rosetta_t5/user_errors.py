@@ -159,7 +159,9 @@ def _is_ours(error: Exception) -> bool:
 def _message(error: Exception) -> str:
   text = strip_gin_notes(str(error)) or type(error).__name__
   if isinstance(error, OSError) and error.strerror:
-    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    pairs = zip(sys.argv, [*sys.argv[1:], ""], strict=True)
+    option = next((f"{a} " for a, b in pairs if a[:2] == "--" and b == error.filename), "")
+    return f"{option}{error.filename}: {error.strerror}" if error.filename else error.strerror
   if isinstance(error, MemoryError) or text.startswith("RESOURCE_EXHAUSTED"):
     # TensorStore has one code for memory and disks.
     lacking = "space on the disk" if "No space left" in text else "memory"

@@ -170,8 +170,8 @@ def _in_order(rows: list[Row]) -> Any:
   """Sorts rows by index. Returns [(index, output)], and a tree of lists of auxiliary values if any."""
   if not rows:
     raise ValueError(
-      "There is no example for inference: the dataset is empty. Check its split and files "
-      "(utils.DatasetConfig), and whether its preprocessors remove all examples"
+      "There is no example for inference: the dataset is empty. Check its files and split "
+      "(--file and --split of eval, utils.DatasetConfig), and whether its preprocessors remove all examples"
     )
   indices, outputs, aux = zip(*sorted(rows, key=operator.itemgetter(0)), strict=True)
   pairs = list(zip(indices, outputs, strict=True))

@@ -68,6 +68,9 @@ def test_infer_and_chat_answer_conversations_by_the_template(folder, monkeypatch
   answer, same = infer(folder, [{"conversations": turns} for turns in (second, [*second, known])])
   assert same["inputs"] == {"conversations": [*second, known]}
   assert same["prediction"] == answer["prediction"]
+  with pytest.raises(SystemExit):
+    infer(folder, [{"conversations": [known]}])
+  assert "has no message before the assistant's" in capsys.readouterr().err
   typed = iter(["w9 w4 w17", "w9 w4 w17", ""])
   monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
   assert cli.main(["chat", str(folder)]) == 0

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import socket
+import sys
 import time
 
 import httpx2
@@ -546,12 +547,18 @@ def test_new_requests_are_refused_while_the_server_stops(model):
     assert client.get("/metrics").status_code == 200
 
 
-def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(tmp_path, capsys):
+def test_the_command_refuses_a_file_without_tokens_and_an_address_in_use(
+  tmp_path, capsys, monkeypatch
+):
   (tmp_path / "tokens").write_text("\n")
   call = ["serve", "--model_dir", "nowhere"]
   with pytest.raises(SystemExit, match="2"):
     cli.main([*call, "--token_file", str(tmp_path / "tokens")])
   assert "has no token" in capsys.readouterr().err
+  monkeypatch.setattr("sys.argv", ["rosetta-t5", *call, "--token_file", "nowhere.txt"])
+  with pytest.raises(SystemExit, match="1"):
+    cli.main(sys.argv[1:])
+  assert "--token_file nowhere.txt: No such file or directory" in capsys.readouterr().err
   with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
     cli.main([*call, "--port", str(taken.getsockname()[1])])
   assert "cannot be used (Address already in use): give another" in capsys.readouterr().err

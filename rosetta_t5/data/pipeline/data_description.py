@@ -158,8 +158,8 @@ class FirstExamples:
       raise ValueError(
         f"{share:.0%} of the first {len(targets)} targets of '{self.task}' are longer than "
         f"TASK_FEATURE_LENGTHS['targets'] = {limits['targets']} and would lose their end: half of them have "
-        f"more than {int(np.median(targets))} tokens, the longest has {targets.max()}. Set a larger length, "
-        "or utils.DatasetConfig.allow_truncated_targets = True"
+        f"more than {int(np.median(targets))} tokens, the longest has {targets.max()}. Set a larger length "
+        "(--target_length of finetune), or utils.DatasetConfig.allow_truncated_targets = True"
       )
 
   def text(self, cfg: DatasetConfig, steps: int | None = None) -> str:

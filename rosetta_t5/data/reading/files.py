@@ -64,7 +64,7 @@ class ReadOptions:
     if name is None:
       raise ValueError(
         f"The format of {path} cannot be inferred from its name. Known suffixes: {_KNOWN_SUFFIXES}. "
-        "Set the format, for example format = 'text'."
+        "Convert the file to one of these formats, or set data.file_task.format."
       )
     return name
 

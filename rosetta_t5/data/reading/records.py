@@ -1,5 +1,6 @@
 """Reads the records of files. Each is a dictionary of columns, or the reason why there is none."""
 
+import codecs
 import csv
 import io
 import itertools
@@ -22,7 +23,7 @@ Located = tuple[int, Record | str]
 
 
 class UnclearTableError(ValueError):
-  """The quotes of a csv or tsv file have no clear meaning, or two of its columns have the same name."""
+  """A file has another encoding, quotes without a clear meaning, or two columns of the same name."""
 
 
 def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[Located]:
@@ -38,6 +39,9 @@ def read_records(path: str, options: ReadOptions = DEFAULT_OPTIONS) -> Iterator[
   read = _READERS[options.format_of(path)]
   line = 0
   try:
+    with open_bytes(path) as file:
+      if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise UnclearTableError(f"{path} is encoded in UTF-16: save it as UTF-8")
     for line, record in read(path, options):
       yield line, record
   except (UnclearTableError, MemoryError):

@@ -81,7 +81,7 @@ def file_task(
   arguments = locals().copy()  # the first statement, because later ones add variables
   digest = digest_of_arguments(arguments)
   for metric in metrics:
-    check_one_of("each of file_task.metrics", metric, known_metrics.METRICS)
+    check_one_of("each of file_task.metrics (--metrics)", metric, known_metrics.METRICS)
   templates = _templates(objective, text, inputs, targets)
   name = name or f"files_{digest}"
   if is_registered(name, digest, "file_task"):

@@ -49,6 +49,8 @@ def conversation_of(record: Mapping[str, Any], with_answer: bool = True) -> list
       return f"message {number} must have {expected}, got {turn}"[:200]
     messages.append({**message, "role": _ROLES.get(message["role"], message["role"])})
   is_question = messages[-1]["role"] != ASSISTANT
+  if not (with_answer or is_question or messages[1:]):
+    return "the conversation has no message before the assistant's"
   return messages if with_answer or is_question else messages[:-1]
 
 

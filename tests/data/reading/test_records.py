@@ -426,6 +426,9 @@ def test_a_missing_file_is_refused_and_the_folders_files_are_listed(tmp_path: pa
   (tmp_path / "b.xml").write_text("")
   with pytest.raises(
     ValueError,
-    match=r"cannot be inferred from its name\. Known suffixes: .*\.parquet.*Set the format",
+    match=r"cannot be inferred from its name\. Known suffixes: .*\.parquet.*data\.file_task\.format",
   ):
     list(read_records(str(tmp_path / "b.xml")))
+  (tmp_path / "c.csv").write_text("text,label\nA,B\n", encoding="utf-16")
+  with pytest.raises(ValueError, match=r"c\.csv is encoded in UTF-16: save it as UTF-8"):
+    list(read_records(str(tmp_path / "c.csv")))
