@@ -141,13 +141,15 @@ class Adafactor(OptimizerDef):
     names = [optimizer_def.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     trees = [structure.flatten_up_to(tree) for tree in (params, state.param_states, grads)]
     updated: dict[int, tuple[jax.Array, AdafactorParamState]] = {}
+    common = state.step, hyper_params
     for group in self._groups(hyper_params, names, trees[0]):
-      targets, states, slopes = ([leaves[number] for number in group] for leaves in trees)
-      common, path = (state.step, hyper_params), names[group[0]]
+      path = names[group[0]]
+      some_params, states, some_grads = ([leaves[number] for number in group] for leaves in trees)
       if len(group) > 1:
-        results = self._apply_gradients(*common, targets, states, slopes, path)
+        results = self._apply_gradients(*common, some_params, states, some_grads, path)
       else:
-        results = [self.apply_param_gradient(*common, targets[0], states[0], slopes[0], path)]
+        one = some_params[0], states[0], some_grads[0]
+        results = [self.apply_param_gradient(*common, *one, path)]
       updated |= zip(group, results, strict=True)
     new_params, new_states = zip(*(updated[number] for number in range(len(names))), strict=True)
     new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
