@@ -20,6 +20,7 @@ from rosetta_t5.checkpoints.arrays.parameter_trees import convert_tree, to_plain
 from rosetta_t5.checkpoints.checkpoint_folders import ADAPTER, adapter_fact, read_arrays
 from rosetta_t5.checkpoints.formats.hugging_face import name_tables, peft_folder
 
+
 def adapter_facts(
   adapter: adapters.Adapter | None,
   manager: Any,
