@@ -246,7 +246,8 @@ def mismatch_error(path: Any, mismatches: Sequence[Mismatch]) -> CheckpointMisma
   kinds = {mismatch.problem for mismatch in mismatches}
   wrong = (m.name for m in mismatches if m.problem == "wrong shape")
   kinds |= {"tokens" for name in wrong if state_dicts.token_axis(name) is not None}
-  if all(m.name.startswith("target/decoder/") and m.problem == "missing" for m in mismatches):
+  lacked = [m.name for m in mismatches if m.problem == "missing" and "/decoder/" in m.name]
+  if len(lacked) == len(mismatches) and any("/decoder_norm/" in name for name in lacked):
     kinds |= {"no decoder"}
   return CheckpointMismatchError(
     f"checkpoint {path} does not match this run's model: {_summary(mismatches)}\n{_table(mismatches)}\n"

@@ -176,7 +176,10 @@ class TrainStateInitializer:
     """
     _, paths = config.get_first_valid_restore_config_and_paths(ckpt_cfgs)
     if len(paths) > 1:
-      raise ValueError(f"Expected at most 1 checkpoint, got {len(paths)}: {', '.join(paths[:5])}")
+      raise ValueError(
+        f"Expected at most 1 checkpoint, got {len(paths)}: {', '.join(paths[:5])}. Set one path, and "
+        "RestoreCheckpointConfig.mode to 'specific', or to 'latest' and the folder that contains it"
+      )
     states = self.from_checkpoints(ckpt_cfgs, ds_iter=ds_iter, init_rng=init_rng)
     return next((state for state, _ in states), None)
 

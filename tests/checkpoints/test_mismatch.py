@@ -62,6 +62,15 @@ def test_another_width_is_reported_in_a_table(setup, make_setup, tmp_path):
   assert "config.gin" in lines[-1]
 
 
+def test_only_a_checkpoint_without_any_decoder_is_taken_for_an_encoder():
+  def text(*names):
+    missing = [Mismatch("missing", f"target/decoder/{name}") for name in names]
+    return str(mismatch_error("checkpoint_1", missing))
+
+  assert "encoder without a decoder" in text("decoder_norm/scale", "layers_0/mlp/wo/kernel")
+  assert "encoder without a decoder" not in text("layers_1/mlp/wo/kernel")
+
+
 def test_a_renamed_parameter_is_reported_with_the_similar_name(setup, make_setup, tmp_path):
   saved(setup, tmp_path)
   renamed = make_setup(module=type(setup.module)(out_name="wo_0"))
