@@ -15,7 +15,7 @@ from typing import Any
 
 from rosetta_t5.argument_types import NonNegative, Positive, Seed
 from rosetta_t5.data import tensorflow_import
-from rosetta_t5.data.tasks.catalogue import TASKS, register, registered_names
+from rosetta_t5.data.tasks.catalogue import TASKS, MissingDataError, register, registered_names
 from rosetta_t5.data.tensorflow_import import seqio, tf
 from rosetta_t5.distributed.coordination import draw_seed
 from rosetta_t5.user_errors import did_you_mean, reason_of
@@ -190,6 +190,8 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
     return
   try:
     splits = sorted(provider.splits)
+  except MissingDataError:
+    raise
   except Exception as error:
     raise ValueError(
       f"The data of the task '{cfg.name}' cannot be opened in "

@@ -20,6 +20,10 @@ from rosetta_t5.data.tensorflow_import import seqio, tf, tfds_data_dir_override
 from rosetta_t5.data.vocabularies.encoder_inputs import input_feature
 
 
+class MissingDataError(ValueError):
+  """The data of a known task is not on this machine."""
+
+
 def registered_names() -> set[str]:
   """Returns the names of all tasks and mixtures in SeqIO's registries."""
   return {*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()}
@@ -116,7 +120,7 @@ class KnownSource:
     """The source that reads the first copy of the data.
 
     Raises:
-      ValueError: the data is not on this machine. The message lists the folders that were searched.
+      MissingDataError: the data is not on this machine. The message lists the folders searched.
     """
     from rosetta_t5.data.reading.file_source import FileSource
 
@@ -139,7 +143,7 @@ class KnownSource:
     patterns = ", ".join(of_split[0] for of_split in files.splits.values())
     path = spec.tfds.replace(":", "/")
     tfds = f"{path}, as TensorFlow Datasets writes it, or " if path else ""
-    raise ValueError(
+    raise MissingDataError(
       f"The data of the task '{self._name}' is not on this machine, and data is never downloaded.\n"
       f"Searched {', '.join(map(str, folders))} for {tfds}{files.folder}/ with {patterns}.\n"
       f"Name another folder with --tfds_data_dir=DIR or the variable {DATA_VARIABLE}. "
