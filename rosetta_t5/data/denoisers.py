@@ -42,7 +42,7 @@ def ul2_denoisers(rows: Sequence[Sequence[Any]] | None) -> Mapping[str, Denoiser
     rows: (mode, density, mean length, rate) of each; None for those of the paper. See `Denoiser`.
 
   Raises:
-    ValueError: a row has other values, or there is none.
+    ValueError: a row has other values.
   """
   if rows is None:
     return UL2_DENOISERS
@@ -59,6 +59,4 @@ def ul2_denoisers(rows: Sequence[Sequence[Any]] | None) -> Mapping[str, Denoiser
           "each of denoisers must be (mode text, density between 0 and 1, mean length of at least 1 "
           f"or None for a span at the end, rate above 0), such as ('[R]', 0.15, 3, 1); got {row!r}"
         )
-  if not rows:
-    raise ValueError("denoisers must have at least one row, or be None for those of UL2's paper")
   return {f"denoiser{number}": Denoiser(*row) for number, row in enumerate(rows)}
