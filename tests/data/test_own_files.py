@@ -363,7 +363,7 @@ def test_rows_for_a_task_without_columns_need_the_columns(vocabulary: Any, patte
     ),
     ({"inputs": "title"}, r"or set objective = 'seq2seq'"),
     ({"objective": "seq2seq"}, r"needs file_task\.inputs and file_task\.targets"),
-    ({"metrics": ["bluu"]}, r"metrics must be one of 'accuracy', 'bleu', .*, got 'bluu'"),
+    ({"metrics": ["bluu"]}, r"metrics .*must be one of 'accuracy', 'bleu', .*, got 'bluu'"),
     ({"on_bad_example": "stop"}, r"on_bad_example must be one of 'skip', 'refuse', got 'stop'"),
     ({"format": "xml"}, r"format must be one of .*, got 'xml'"),
     ({"text_unit": "page"}, r"text_unit must be one of 'line', .*got 'page'"),
