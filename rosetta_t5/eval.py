@@ -136,7 +136,7 @@ def evaluate(
         )
       if trainer is not None:
         trainer.train_state = state
-        losses.run(trainer)
+        _print_loss(model, step, losses.run(trainer))
       results[step] = evaluations.plain_numbers(evaluator.evaluate(state, state_axes).result())
       counts = evaluator.num_examples()
       table[step] = {
@@ -209,11 +209,15 @@ def evaluate_loss(
   values = evaluation.run(trainer)
   trainer.close()
   step = int(opened.state.step)
-  per_token = METRIC_PER_TOKEN.get(opened.model.loss_normalizing_factor, "")
   terminal.print_line(f"data     {num_batches or 'all'} batches of the split '{dataset_cfg.split}'")
-  console.Progress(step, step, loss_per_token=per_token).report_evaluation(step, values)
+  _print_loss(opened.model, step, values)
   terminal.print_line(f"results  {os.path.join(output_dir, 'training_eval')}")
   return {step: values}
+
+
+def _print_loss(model: BaseModel, step: int, values: Values) -> None:
+  per_token = METRIC_PER_TOKEN.get(model.loss_normalizing_factor, "")
+  console.Progress(step, step, loss_per_token=per_token).report_evaluation(step, values)
 
 
 def _make_trainer(

@@ -102,7 +102,7 @@ def test_a_second_checkpoint_of_a_step_is_refused_instead_of_replacing_results(m
   assert line["checkpoint"] == paths[0]
 
 
-def test_loss_is_evaluated_with_a_trainer_class(model_dir, tmp_path):
+def test_loss_is_evaluated_with_a_trainer_class(model_dir, tmp_path, capsys):
   seen = []
 
   class Watched(Trainer):
@@ -121,6 +121,7 @@ def test_loss_is_evaluated_with_a_trainer_class(model_dir, tmp_path):
   losses = [float(jnp.asarray(values[TASK]["loss"].value)) for values in seen]
   assert len(losses) == 2
   assert losses[0] != losses[1]
+  assert f"evaluation at step 7  {TASK}  loss " in capsys.readouterr().out
   assert list((tmp_path / "training_eval" / TASK).glob("events*"))
 
 
