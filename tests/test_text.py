@@ -98,7 +98,7 @@ def echo_model(monkeypatch):
     def count_truncated(self, examples):
       return Counter(inputs=sum(len(example["input"]) > 20 for example in examples))
 
-    def infer(self, mode, examples, preprocessors, state, **options):
+    def infer(self, mode, examples, preprocessors, state, seed, **options):
       model.inferred += [example["input"] for example in examples]
       pairs = [(example, example["input"].encode()) for example in examples]
       return pairs, {"scores": [0.0] * len(examples)}
@@ -284,6 +284,17 @@ def gin_model_dir(model_dir, tmp_path):
   header, imports, rest = text.partition("import tiny_tasks\n")
   (folder / "config.gin").write_text(header + imports + GIN_MODEL + rest)
   return folder
+
+
+@pytest.mark.slow
+def test_samples_of_equal_texts_differ_from_batch_to_batch(gin_model_dir, monkeypatch, capfd):
+  type_lines(monkeypatch, b"one\n" * 16)
+  sampling = "models.EncoderDecoderModel.decode_fn=@decoding.temperature_sample"
+  flags = [f"--gin.{sampling}", "--gin.decoding.temperature_sample.topk=0"]
+  assert infer(gin_model_dir, "--input=-", "--output_length=8", "--batch_size=8", *flags) == 0
+  lines = capfd.readouterr().out.splitlines()
+  assert len(lines) == 16
+  assert lines[:8] != lines[8:]
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def infer(options: argparse.Namespace) -> int:
   rows = read_rows(options)
   if (first := next(rows, None)) is None:
     raise no_text_error(options.input)
-  rows = itertools.chain([first], rows)
+  numbered = enumerate(itertools.chain([first], rows))
   with contextlib.ExitStack() as stack:
     if options.output in (None, "-"):
       file: Any = sys.stdout
@@ -85,10 +85,10 @@ def infer(options: argparse.Namespace) -> int:
       terminal.tolerate_lost_output()
       file = stack.enter_context(open(options.output, "a", encoding="utf-8"))
       stack.enter_context(exclusive_output(options.output))
-      _skip_completed(options.output, settings, rows)
+      _skip_completed(options.output, settings, numbered)
     model = open_model_dir(options.model_dir, options.flags, options.trust, options.adapter)
     apply_decoding_options(options, model.model)
-    results = _infer_rows(model, rows, options)
+    results = _infer_rows(model, numbered, options)
     # On a terminal, the results themselves show the progress.
     if file is not sys.stdout or not sys.stdout.isatty():
       results = terminal.track(results, "inferring", unit="rows", stream=sys.stderr)
@@ -205,7 +205,7 @@ def _to_json(value: Any) -> str:
   return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
-def _skip_completed(output: str, settings: dict[str, Any], rows: Iterator[Row]) -> None:
+def _skip_completed(output: str, settings: Any, rows: Iterator[tuple[int, Row]]) -> None:
   """Skips the rows whose results an earlier call has written, and removes its unfinished line.
 
   Raises:
@@ -225,7 +225,7 @@ def _skip_completed(output: str, settings: dict[str, Any], rows: Iterator[Row]) 
     check_same_settings(file, settings, output)
     print(f"continuing after {len(lines)} lines of {output}", file=sys.stderr, flush=True)
   for number, line in enumerate(lines, 1):
-    row = next(rows, None)
+    _, row = next(rows, (0, None))
     # As text, because NaN differs from itself.
     if row is None or _to_json(row.inputs) != _to_json(json.loads(line)["inputs"]):
       raise ValueError(
@@ -252,7 +252,7 @@ def _settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _infer_rows(
-  model: Any, rows: Iterator[Row], options: argparse.Namespace
+  model: Any, rows: Iterator[tuple[int, Row]], options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
   """Yields {"inputs": row, "prediction": text, "score": number}; without prediction for targets."""
   from rosetta_t5.data.pipeline.inference_data import default_preprocessors
@@ -275,20 +275,20 @@ def _infer_rows(
   decodes = _decodes(options) | (prompts.decoding if prompts else {})
   truncated, left_behind = Counter[str](), list[float]()
   group_size = size if options.input == "-" else size * _BATCHES
-  while group := list(itertools.islice(rows, group_size)):
-    examples = {n: row.example for n, row in enumerate(group) if row.example is not None}
+  while group := dict(itertools.islice(rows, group_size)):
+    examples = {n: row.example for n, row in group.items() if row.example is not None}
     if prompts:
       examples = {n: {**x, "input": prompts(x["input"])} for n, x in examples.items()}
     order = sorted(examples, key=lambda n: len(examples[n]["input"]))
     ordered = [examples[n] for n in order]
     truncated += texts.count_truncated(ordered)
-    results, aux = texts.infer(mode, ordered, *call, **decodes) if ordered else ([], {})
+    results, aux = texts.infer(mode, ordered, *call, min(group), **decodes) if ordered else ([], {})
     fractions = aux.get(LEFT_BEHIND, [0.0] * len(results))
     left_behind += fractions
     scores = aux.get("scores", [None] * len(results))
     outputs = (output for _, output in results)
     computed = dict(zip(order, zip(outputs, scores, fractions, strict=True), strict=True))
-    for n, row in enumerate(group):
+    for n, row in group.items():
       output, score, fraction = computed.get(n, (empty, None, 0.0))
       result = {"score": output} if is_scoring else _prediction(output, score, options.n_best)
       yield {"inputs": row.inputs, **result, **({LEFT_BEHIND: fraction} if fraction else {})}

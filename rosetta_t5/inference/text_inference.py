@@ -102,6 +102,7 @@ class TextInference:
     examples: Sequence[Example],
     preprocessors: Preprocessors,
     train_state: Any,
+    seed: int = 0,
     **inference_kwargs: Any,
   ) -> Inferences:
     """Predicts or scores examples.
@@ -112,6 +113,7 @@ class TextInference:
       examples: texts, or {"input": text, "target": text}.
       preprocessors: convert texts to features.
       train_state: contains the parameters.
+      seed: that of samples; calls with the same one draw the same noise.
       **inference_kwargs: further arguments of the model's `predict_batch_with_aux`, `score_batch` or
         `embed_batch`, such as num_decodes=4.
 
@@ -123,7 +125,7 @@ class TextInference:
     """
     infer_fn = self._infer_fn(mode, inference_kwargs)
     task_ds, model_ds = self.datasets(examples, preprocessors)
-    result = infer_fn(model_ds.enumerate(), train_state, jax.random.PRNGKey(0))
+    result = infer_fn(model_ds.enumerate(), train_state, jax.random.PRNGKey(seed))
     pairs, aux = result if isinstance(result, tuple) else (result, {})
     outputs = [output for _, output in pairs]
     if mode is InferenceType.PREDICT_WITH_AUX:
