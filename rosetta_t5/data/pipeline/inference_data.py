@@ -51,6 +51,11 @@ class InferenceData:
     self._cfg = cfg
     self._shard = seqio.ShardInfo(index=shard_id, num_shards=num_shards)
     self.tasks = dataset_config.subtasks_with_split(cfg, provider)
+    if not self.tasks:
+      raise ValueError(
+        f"'{cfg.name}' has no examples to predict one by one (prepared data are rows of tokens): give texts, "
+        "such as infer --input FILE"
+      )
 
   def _datasets(self, task: Any) -> tuple[tf.data.Dataset, tf.data.Dataset]:
     """Returns the examples with the task's features, and with the model's features."""

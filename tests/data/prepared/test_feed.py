@@ -411,3 +411,12 @@ def test_lengths_splits_and_rates_that_do_not_fit_are_refused(folders: list[str]
     ValueError, match=r"There is no .*manifest\.json: the folder is not prepared data"
   ):
     prepared_task("/nowhere")
+
+
+def test_predictions_of_prepared_rows_are_refused(folders: list[str]) -> None:
+  import seqio
+
+  from rosetta_t5.data.pipeline.inference_data import InferenceData
+
+  with pytest.raises(ValueError, match=r"no examples to predict.*infer --input FILE"):
+    InferenceData(config(prepared_task(folders[0])), seqio.EncDecFeatureConverter, 0, 1)
