@@ -304,6 +304,13 @@ def test_models_that_the_network_does_not_support_are_refused(tmp_path):
     ValueError, match=r"weights that gpt2 does not have: transformer\.h\.0\.rotary"
   ):
     load_t5x_checkpoint(tmp_path)
+  weights = weights_in(tmp_path)
+  del weights["h.0.rotary.freqs"], weights["h.1.mlp.c_fc.bias"]
+  save_file(weights, tmp_path / "model.safetensors")
+  with pytest.raises(
+    ValueError, match=r"the folder lacks weights of its gpt2: transformer\.h\.1\.mlp\.c_fc\.bias"
+  ):
+    load_t5x_checkpoint(tmp_path)
 
 
 def test_a_folder_whose_special_tokens_exceed_its_vocabulary_is_read(tmp_path):

@@ -143,8 +143,8 @@ def read_arrays(path: epath.PathLike) -> dict[str, StoredArray]:
   """Returns {our name: array} of the folder at `path`, in the plain tree; values are read later.
 
   Raises:
-    ValueError: files are damaged, weights belong to another architecture, or config.json contradicts
-      them.
+    ValueError: files are damaged, weights are missing or belong to another architecture, or
+      config.json contradicts them.
   """
   root = epath.Path(path)
   config = read_config(root / CONFIG)

@@ -131,7 +131,7 @@ def check_entries(config: Config) -> None:
 def layer_table(
   theirs: str, side: str, norms: Config, crosses: bool = False
 ) -> list[WeightMapping]:
-  """Returns the weights that a stack's layers and its last norm may have.
+  """Returns the weights of a stack's layers and its last norm.
 
   Args:
     theirs: Transformers' prefix of the stack's weights, such as "model".
@@ -153,10 +153,10 @@ def layer_table(
   for name, value in matrices.items():
     kernel, bias = (f"{ours}/{value}/kernel",), (f"{ours}/{value}/bias",)
     table.append(WeightMapping(f"{layer}.{name}.weight", kernel, is_transposed=True))
-    table.append(WeightMapping(f"{layer}.{name}.bias", bias))
+    table.append(WeightMapping(f"{layer}.{name}.bias", bias, is_required=False))
   for name, value in {**norms, **head_norms}.items():
     scale = (f"{ours}/{value}/scale",)
-    table.append(WeightMapping(f"{layer}.{name}.weight", scale))
+    table.append(WeightMapping(f"{layer}.{name}.weight", scale, is_required=name in norms))
   return table
 
 

@@ -42,11 +42,13 @@ class WeightMapping(NamedTuple):
     theirs: Transformers' name.
     ours: flat names of our parameters; the weight is several of them joined along the last axis.
     is_transposed: whether the weight is the transpose of our matrix, as in PyTorch's Linear.
+    is_required: whether every model of the family has the weight, in every layer.
   """
 
   theirs: str
   ours: tuple[str, ...]
   is_transposed: bool = False
+  is_required: bool = True
 
 
 Table = Sequence[WeightMapping]
@@ -67,10 +69,17 @@ def from_transformers(weights: Arrays, table: Table, family: str) -> dict[str, S
     family: its name in messages.
 
   Raises:
-    ValueError: a weight is not in the table. One that is missing is reported where a model needs it.
+    ValueError: a weight is not in the table, or a required one is missing.
   """
   rows = {row.theirs: row for row in table}
   found = find_rows(weights, rows, f"weights that {family} does not have")
+  required: set[str] = set()
+  for row in filter(lambda row: row.is_required, table):
+    prefix, number, _ = row.theirs.partition("{n}")
+    layers = count_layers(weights, prefix) if number else 1
+    required |= {row.theirs.format(n=n) for n in range(layers)}
+  if missing := required - weights.keys():
+    raise ValueError(f"the folder lacks weights of its {family}: {list_names(missing)}")
   arrays: dict[str, StoredArray] = {}
   experts: dict[str, dict[int, StoredArray]] = collections.defaultdict(dict)
   for name, (row, numbers) in found.items():

@@ -61,7 +61,7 @@ def weight_table(config: Config) -> list[WeightMapping]:
   norms = _COHERE_NORMS if name == "cohere" else norms
   return [
     WeightMapping(_TABLE, (EMBEDDING,)),
-    WeightMapping(_HEAD, (HEAD,), is_transposed=True),
+    WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
     *layer_settings.layer_table("model", "decoder", norms),
   ]
 
@@ -90,12 +90,17 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   """Returns {our name: array} for {Transformers' name: array}; the values are read later.
 
   Raises:
-    ValueError: weights belong to another architecture.
+    ValueError: weights are missing, or belong to another architecture.
   """
   weights, model_type = dict(weights), config["model_type"]
   for name in {_TABLE, _HEAD} & weights.keys():
+    weight = weights[name]
+    if weight.shape[0] != config["vocab_size"]:
+      raise ValueError(
+        f"vocab_size is {config['vocab_size']}, but {name} has the shape {weight.shape}"
+      )
     if not config.get(name_tables.PADDING_IS_TOKEN_0):
-      weights[name] = _shift_rows(weights[name], name_tables.start_token(config))
+      weights[name] = _shift_rows(weight, name_tables.start_token(config))
   arrays = name_tables.from_transformers(weights, weight_table(config), model_type)
   return name_tables.without_tied_head(arrays, EMBEDDING, HEAD, config)
 

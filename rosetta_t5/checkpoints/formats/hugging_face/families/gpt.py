@@ -155,7 +155,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
     config: the content of config.json.
 
   Raises:
-    ValueError: weights belong to another architecture.
+    ValueError: weights are missing, or belong to another architecture.
   """
   model_type, weights = config["model_type"], dict(weights)
   head = weights.pop("lm_head.weight", None)

@@ -63,7 +63,7 @@ def weight_table(config: Config) -> list[WeightMapping]:
   mlp = "mlp" if model_type == _SWITCH else "DenseReluDense"
   table = [
     WeightMapping(_SHARED, (EMBEDDING,)),
-    WeightMapping(_HEAD, (HEAD,), is_transposed=True),
+    WeightMapping(_HEAD, (HEAD,), is_transposed=True, is_required=False),
   ]
   local = "SelfAttention"
   if model_type == _LONG:
@@ -72,24 +72,25 @@ def weight_table(config: Config) -> list[WeightMapping]:
   for side, norms in parameter_trees.NORMS.items():
     attention = local if side == "encoder" else "SelfAttention"
     norm = (f"target/{side}/{side}_norm/scale",)
-    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm))
+    table.append(WeightMapping(f"{side}.final_layer_norm.weight", norm, is_required=False))
     theirs, ours = f"{side}.block.{{n}}.layer", f"target/{side}/layers_{{n}}"
     last = f"{len(norms) - 1}.{mlp}"
-    weights = {f"{number}.layer_norm": f"{name}/scale" for number, name in enumerate(norms)}
-    weights |= {
+    required = {f"{number}.layer_norm": f"{name}/scale" for number, name in enumerate(norms)}
+    required |= {
       f"{their_block.format(attention=attention)}.{letter}": f"{our_block}/{name}/kernel"
       for their_block, our_block in _ATTENTIONS[side].items()
       for letter, name in parameter_trees.ATTENTION_MATRICES.items()
     }
-    weights |= {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1", "wo")}
-    weights[f"0.{attention}.relative_attention_bias"] = "relpos_bias/rel_embedding"
+    optional = {f"{last}.{name}": f"mlp/{name}/kernel" for name in ("wi", "wi_0", "wi_1")}
+    optional[f"0.{attention}.relative_attention_bias"] = "relpos_bias/rel_embedding"
+    (optional if model_type == _SWITCH else required)[f"{last}.wo"] = "mlp/wo/kernel"
     if model_type == _SWITCH:
-      weights[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
+      optional[f"{last}.router.classifier"] = "mlp/router/router_weights/w/kernel"
       for name in ("wi", "wo"):
-        weights[f"{last}.experts.expert_{{e}}.{name}"] = f"mlp/expert/{name}/kernel"
+        optional[f"{last}.experts.expert_{{e}}.{name}"] = f"mlp/expert/{name}/kernel"
     table += [
-      WeightMapping(f"{theirs}.{name}.weight", (f"{ours}/{parameter}",), is_transposed=True)
-      for name, parameter in weights.items()
+      WeightMapping(f"{theirs}.{name}.weight", (f"{ours}/{parameter}",), True, name in required)
+      for name, parameter in (required | optional).items()
     ]
   return table
 
@@ -102,7 +103,7 @@ def read_arrays(weights: Arrays, config: Config) -> dict[str, StoredArray]:
   by √d_model, which is how T5 1.0 computes logits.
 
   Raises:
-    ValueError: weights belong to another architecture.
+    ValueError: weights are missing, or belong to another architecture.
   """
   table = weight_table(config)
   arrays = name_tables.from_transformers(_share_table(weights), table, config["model_type"])
@@ -119,6 +120,8 @@ def _share_table(weights: Arrays) -> dict[str, StoredArray]:
   rest = {name: x for name, x in weights.items() if name not in (_SHARED, *_OWN_TABLES.values())}
   # A stack without a table of its own has the shared one or, in MADLAD-400, the other stack's.
   stored = [weights[name] for name in (_SHARED, *_OWN_TABLES.values()) if name in weights]
+  if not stored:
+    raise ValueError(f"the embedding table ({_SHARED}) is missing: the folder is incomplete")
   tables = [weights.get(name, stored[0]) for name in _OWN_TABLES.values()]
   if not name_tables.are_equal(*tables):
     raise ValueError(

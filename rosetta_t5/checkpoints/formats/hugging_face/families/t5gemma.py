@@ -72,7 +72,7 @@ def _weight_table(sides: Sequence[str], model_type: str) -> list[WeightMapping]:
   if is_second:
     end = "target/token_embedder/end_of_image"
     return [*table, WeightMapping("model.encoder.embed_tokens.eoi_embedding", (end,))]
-  return [*table, WeightMapping("lm_head.out_proj.weight", (HEAD,), is_transposed=True)]
+  return [*table, WeightMapping("lm_head.out_proj.weight", (HEAD,), True, is_required=False)]
 
 
 def _norms(side: str, crosses: bool) -> dict[str, str]:
