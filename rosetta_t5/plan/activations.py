@@ -47,17 +47,17 @@ class Activations:
   def __init__(self, segments: Sequence[Segment]):
     """Reads the segments of a program that was traced with TRACED_EXAMPLES."""
     self.segments = segments
-    self._owner = {id(v): n for n, part in enumerate(segments) for v in part.values}
+    self._owner = {v: n for n, part in enumerate(segments) for v in part.values}
     # The arrays from the first to the second matmul of attention, which a fused kernel does not store.
     attention = [v for part in segments for v in part.values if is_attention(v)]
     operands = [x for matmul in attention for x in matmul.operands]
-    self._pairs = {id(v) for x in operands for v in _path_to_matmul(x)}
-    self._roots: dict[int, list[Value]] = {}
+    self._pairs = {v for x in operands for v in _path_to_matmul(x)}
+    self.roots = functools.cache(self._roots)
     self.kept = functools.cache(self._kept)
 
   def is_pair(self, value: Value) -> bool:
     """Returns whether an array has a number for each query and key: logits, probabilities, and those between."""
-    return id(value) in self._pairs
+    return value in self._pairs
 
   def _kept(self, policy: str, is_fused: bool) -> list[list[Value]]:
     """Returns the arrays of each segment that are kept with a policy.
@@ -67,18 +67,18 @@ class Activations:
         `RECOMPUTED` for what a layer needs once its forward pass has been computed again.
       is_fused: whether one kernel computes attention and keeps neither logits nor probabilities.
     """
-    found: list[dict[int, Value]] = [{} for _ in self.segments]
+    found: list[dict[Value, None]] = [{} for _ in self.segments]
     for number, part in enumerate(self.segments):
       if part.count and policy not in ("none", RECOMPUTED):
         kept = self._kept_by_policy(number, policy, is_fused)
       else:
         kept = self._kept_by_xla(part)
       for value in kept:
-        owner = self._owner.get(id(value))
+        owner = self._owner.get(value)
         is_excluded = value.repeats > 1 or (is_fused and self.is_pair(value))
         if owner is not None and not is_excluded:
-          found[owner][id(value)] = value
-    return [list(each.values()) for each in found]
+          found[owner][value] = None
+    return [list(each) for each in found]
 
   def _kept_by_xla(self, part: Segment) -> Iterator[Value]:
     """Yields the arrays that XLA stores for the gradients of a segment; it computes the others from these."""
@@ -96,10 +96,10 @@ class Activations:
     seen = set()
     while stack:
       value = stack.pop()
-      if id(value) in seen or value.parameters:
+      if value in seen or value.parameters:
         continue
-      seen.add(id(value))
-      if self._owner.get(id(value)) != number:
+      seen.add(value)
+      if self._owner.get(value) != number:
         if value.is_trained and value.primitive != "constant":
           yield stored_view(value)
       elif value.primitive == "dot_general" and not (is_fused and self.is_pair(value)):
@@ -122,17 +122,12 @@ class Activations:
       first, second = second, first
     return first.primitive == "dot_general" and first not in self.roots(second)
 
-  def roots(self, value: Value) -> list[Value]:
+  def _roots(self, value: Value) -> list[Value]:
     """Returns the stored arrays from which XLA computes an array by elementwise operations."""
     value = stored_view(value)
-    if id(value) not in self._roots:
-      self._roots[id(value)] = []
-      if self._is_stored(value):
-        found = [value]
-      else:
-        found = [root for operand in value.operands for root in self.roots(operand)]
-      self._roots[id(value)] = list({id(root): root for root in found}.values())
-    return self._roots[id(value)]
+    if self._is_stored(value):
+      return [value]
+    return list(dict.fromkeys(root for operand in value.operands for root in self.roots(operand)))
 
 
 def needed_operands(value: Value) -> Iterator[Value]:
@@ -155,23 +150,21 @@ def stored_view(value: Value) -> Value:
   return value
 
 
-def _path_to_matmul(value: Value) -> list[Value]:
-  """Returns the arrays from a matmul of attention to an array; [] if it is not computed from one elementwise."""
-  path, stack, is_found = [], [value], False
-  seen = set()
+def _path_to_matmul(value: Value) -> set[Value]:
+  """Returns the arrays from a matmul of attention to an array; none if it is not computed from one elementwise."""
+  path, stack, is_found = set[Value](), [value], False
   while stack:
     value = stack.pop()
-    if id(value) in seen or not (value.is_batched and value.is_trained):
+    if value in path or not (value.is_batched and value.is_trained):
       continue
-    seen.add(id(value))
-    path.append(value)
+    path.add(value)
     if is_attention(value):
       is_found = True
     elif not value.is_boundary and (
       value.primitive.startswith("reduce_") or not STORED.fullmatch(value.primitive)
     ):
       stack += value.operands
-  return path if is_found else []
+  return path if is_found else set()
 
 
 def is_attention(value: Value) -> bool:
@@ -191,8 +184,7 @@ class Layout:
       mesh: the size of each mesh axis.
     """
     self._rules, self._mesh = tuple(rules), mesh
-    # Values stay alive as long as the program, so their ids identify them.
-    self._specs: dict[int, tuple[Value, list[tuple[str, ...]]]] = {}
+    self.spec_of = functools.cache(self._spec_of)
 
   def bytes_of(self, value: Value, examples: float, gathered: Sequence[str] = ()) -> float:
     """Returns the bytes of an array on one device.
@@ -210,20 +202,16 @@ class Layout:
     """Returns the mesh axes over which an array is split, except those that split examples."""
     return tuple(axis for part in self.spec_of(value) for axis in part)
 
-  def spec_of(self, value: Value) -> list[tuple[str, ...]]:
+  def _spec_of(self, value: Value) -> list[tuple[str, ...]]:
     """Returns the mesh axes of each dimension, except those that split examples if the array has them."""
-    if id(value) not in self._specs:
-      self._specs[id(value)] = value, list(self._find_spec(value))
-    return self._specs[id(value)][1]
-
-  def _find_spec(self, value: Value) -> Iterator[tuple[str, ...]]:
-    spec = iter(_mesh_axes(value.axes, self._rules))
+    spec, found = iter(_mesh_axes(value.axes, self._rules)), list[tuple[str, ...]]()
     for dim in value.dims:
       axes = [axis for _ in dim for axis in axis_names(next(spec))]
       axes = [axis for axis in axes if not (value.is_batched and axis in BATCH_AXES)]
       shards = math.prod(self._mesh.get(axis, 1) for axis in axes)
       size = math.prod(size for _, size in dim)
-      yield tuple(axes) if shards > 1 and size % shards == 0 else ()
+      found.append(tuple(axes) if shards > 1 and size % shards == 0 else ())
+    return found
 
   def summed_over(self, value: Value) -> tuple[str, ...]:
     """Returns the mesh axes over which the parts of a result are added up.
