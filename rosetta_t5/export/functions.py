@@ -1,10 +1,10 @@
 """The functions of an exported model: from texts to features, to results, and back to texts."""
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,7 @@ def create_inference_function(
   from jax.experimental import jax2tf
 
   def function_for_tensorflow(params: PyTree, features: Features) -> tuple[Any, ...]:
-    with _top_k_by_sorting():
+    with mock.patch.object(jax.lax, "top_k", _top_k_by_sorting):
       return function(params, features)
 
   # Decoding has no gradient.
@@ -111,22 +111,12 @@ def create_inference_function(
   return jax2tf.convert(function_for_tensorflow, polymorphic_shapes=shapes, with_gradient=False)
 
 
-@contextlib.contextmanager
-def _top_k_by_sorting() -> Iterator[None]:
-  """Inside a `with`, traces top-k as a sort: TensorFlow 2.21 cannot read the top-k of jax 0.10."""
-
-  def top_k(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    index = jax.lax.broadcasted_iota(jnp.int32, operand.shape, operand.ndim - 1)
-    # A stable sort: equal values keep their order, as in top-k.
-    negative, order = jax.lax.sort((-operand, index), dimension=-1, num_keys=1)
-    return -negative[..., :k], order[..., :k]
-
-  lax: Any = jax.lax
-  original, lax.top_k = lax.top_k, top_k
-  try:
-    yield
-  finally:
-    lax.top_k = original
+def _top_k_by_sorting(operand: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """Computes jax's top-k with a sort, because TensorFlow 2.21 cannot read the top-k of jax 0.10."""
+  index = jax.lax.broadcasted_iota(jnp.int32, operand.shape, operand.ndim - 1)
+  # A stable sort: equal values keep their order, as in top-k.
+  negative, order = jax.lax.sort((-operand, index), dimension=-1, num_keys=1)
+  return -negative[..., :k], order[..., :k]
 
 
 def write_stablehlo(
