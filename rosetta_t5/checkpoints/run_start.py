@@ -40,8 +40,6 @@ _FREE = (
   "route_padding",
 )
 LOCK_FILE = "run.lock"
-# How long a process waits for another one that reads more, or from a slower disk.
-_TIMEOUT_S = 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ def lock_model_dir(model_dir: epath.PathLike) -> Iterator[None]:
         refusal = _lock(stack.enter_context(open(path, "a+")))
       except OSError as error:
         refusal = f"cannot be written to ({error}). Set it to a writable folder"
-    if refusal := broadcast_text(refusal, f"run lock {model_dir}", _TIMEOUT_S):
+    if refusal := broadcast_text(refusal, f"run lock {model_dir}"):
       raise ValueError(f"MODEL_DIR {model_dir} {refusal} (--gin.MODEL_DIR=\"'...'\")")
     yield
 
@@ -320,7 +318,7 @@ def _restore_latest_undamaged(
     except folders.UnreadableCheckpointError as error:
       damage = str(error)
     # A process sees only damage in its part.
-    damages = allgather_text(damage, f"restored {path}", _TIMEOUT_S)
+    damages = allgather_text(damage, f"restored {path}")
     if not any(damages):
       return state
     folder, older = epath.Path(path), folders.older_steps(path)
@@ -335,5 +333,5 @@ def _restore_latest_undamaged(
         renamed = folder.with_name(f"{renamed.name}_{time.time_ns()}")
       folder.rename(renamed)
       _log.error("%s It is renamed to %s; the run continues from %s", damage, renamed, path)
-    broadcast_text("", f"renamed {folder.name}", _TIMEOUT_S)  # The others wait for the rename.
+    broadcast_text("", f"renamed {folder.name}")  # The others wait for the rename.
     manager.reload()

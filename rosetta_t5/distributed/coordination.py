@@ -39,7 +39,8 @@ _FIRST_PORT, _PORT_COUNT = 12345, 20000
 _HEARTBEAT_TIMEOUT_S = 100
 # The service keeps every key, so each call needs a new one: calls are numbered.
 _call_numbers = itertools.count()
-_SEED_TIMEOUT_S = 600.0
+# How long a process waits for the text of another one, which may read more, or from a slower disk.
+_TIMEOUT_S = 3600.0
 # JAX's environment variables on which the losses depend. The configuration does not contain them.
 CHANGES_NUMBERS = (
   "JAX_ENABLE_X64",
@@ -168,15 +169,14 @@ def join_processes(
   jax.distributed.initialize(
     address, count, index, local_ids, heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S
   )
-  _run_preflight(own_settings, initialization_timeout)
+  _run_preflight(own_settings)
 
 
-def _run_preflight(settings: Mapping[str, str], timeout_s: float) -> None:
+def _run_preflight(settings: Mapping[str, str]) -> None:
   """Compares all processes; process 0 prints their number, hosts, devices and versions.
 
   Args:
     settings: the configuration of the run, by name.
-    timeout_s: seconds that each process waits for the others.
 
   Raises:
     ValueError: settings, versions or devices differ (every process raises it).
@@ -188,23 +188,22 @@ def _run_preflight(settings: Mapping[str, str], timeout_s: float) -> None:
     versions["platform"] = local[0].client.platform_version.splitlines()[0]
   devices = f"{len(local)} {local[0].device_kind}"
   environment = {name: os.environ[name] for name in CHANGES_NUMBERS if name in os.environ}
-  check_same({**versions, "devices": devices, **environment, **settings}, "settings", timeout_s)
-  hosts = {*allgather_text(socket.gethostname(), "hosts", timeout_s)}
+  check_same({**versions, "devices": devices, **environment, **settings}, "settings")
+  hosts = {*allgather_text(socket.gethostname(), "hosts")}
   if jax.process_index() == 0:
     names = ", ".join(sorted(hosts)[:_MAX_LINES])
     each = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(f"{jax.process_count()} processes on {names}, each with {devices}; {each}", flush=True)
 
 
-def check_same(values: Mapping[str, str], what: str, timeout_s: float) -> None:
+def check_same(values: Mapping[str, str], what: str) -> None:
   """Raises ValueError on every process if a value of one differs from that of process 0.
 
   Args:
     values: texts by name, in the order in which differences are reported.
     what: what the values are, for the message.
-    timeout_s: seconds that each process waits for the others.
   """
-  expected = json.loads(broadcast_text(json.dumps(dict(values)), what, timeout_s))
+  expected = json.loads(broadcast_text(json.dumps(dict(values)), what))
   names = [name for name in {**values, **expected} if expected.get(name) != values.get(name)]
   line = ""
   if names:
@@ -214,7 +213,7 @@ def check_same(values: Mapping[str, str], what: str, timeout_s: float) -> None:
     )
     process = f"process {jax.process_index()} on {socket.gethostname()}"
     line = f"\n  {process}: {names[0]} is {own}, but {first} on process 0 ({len(names)} differ)"
-  lines = [*filter(None, allgather_text(line, f"compare {what}", timeout_s))]
+  lines = [*filter(None, allgather_text(line, f"compare {what}"))]
   if lines:
     raise ValueError(
       f"the processes of this run have different {what}, and would compute different things:"
@@ -223,20 +222,12 @@ def check_same(values: Mapping[str, str], what: str, timeout_s: float) -> None:
     )
 
 
-def broadcast_text(text: str, name: str, timeout_s: float) -> str:
-  """Returns the text of process 0 on every process.
-
-  All processes must make the same calls in the same order.
-
-  Args:
-    text: the text to send. Only that of process 0 is used.
-    name: identifies the call in error messages; the same on every process.
-    timeout_s: seconds that the other processes wait for process 0.
-  """
-  return _exchange(text, name, timeout_s, senders=1)[0]
+def broadcast_text(text: str, name: str) -> str:
+  """Returns the text of process 0 on every process; see `allgather_text`."""
+  return allgather_text(text, name, senders=1)[0]
 
 
-def allgather_text(text: str, name: str, timeout_s: float) -> list[str]:
+def allgather_text(text: str, name: str, senders: int | None = None) -> list[str]:
   """Returns the texts of all processes, ordered by process index, on every process.
 
   All processes must make the same calls in the same order.
@@ -244,22 +235,17 @@ def allgather_text(text: str, name: str, timeout_s: float) -> list[str]:
   Args:
     text: the text of this process.
     name: identifies the call in error messages; the same on every process.
-    timeout_s: seconds that each process waits for the others.
+    senders: the number of processes, from process 0 on, whose texts are returned; None for all.
   """
-  return _exchange(text, name, timeout_s, senders=jax.process_count())
-
-
-def _exchange(text: str, name: str, timeout_s: float, senders: int) -> list[str]:
-  """Returns the texts of the first `senders` processes on every process."""
   if jax.process_count() == 1:
     return [text]
   client, key = coordination_client(), f"rosetta_t5/{name}/{next(_call_numbers)}"
-  if jax.process_index() < senders:
-    client.key_value_set(f"{key}/{jax.process_index()}", text)
-  keys = [f"{key}/{index}" for index in range(senders)]
-  return [str(client.blocking_key_value_get(key, int(timeout_s * 1000))) for key in keys]
+  keys = [f"{key}/{index}" for index in range(senders or jax.process_count())]
+  if jax.process_index() < len(keys):
+    client.key_value_set(keys[jax.process_index()], text)
+  return [str(client.blocking_key_value_get(key, int(_TIMEOUT_S * 1000))) for key in keys]
 
 
 def draw_seed() -> int:
   """Returns a seed drawn from the clock, the same on every process."""
-  return int(broadcast_text(str(int(time.time()) % 2**31), "seed", _SEED_TIMEOUT_S))
+  return int(broadcast_text(str(int(time.time()) % 2**31), "seed"))
