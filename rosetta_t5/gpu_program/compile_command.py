@@ -6,7 +6,6 @@ import functools
 import importlib.resources
 import json
 import os
-import pathlib
 import time
 from typing import Any
 
@@ -29,10 +28,9 @@ from rosetta_t5.plan.description import STEP_SECTIONS, Plan, flops_rows, labeled
 from rosetta_t5.plan.plan_command import add_recipe_arguments, describe_recipe, fits_text
 from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
-from rosetta_t5.terminal import positive_integer, size_text
+from rosetta_t5.terminal import output_file, positive_integer, size_text
 from rosetta_t5.traced.program import with_config
 from rosetta_t5.training.trainer import trainer_to_compile
-from rosetta_t5.user_errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   add("--mesh", type=_sizes, help='the sizes of the mesh, such as \'{"fsdp": 8, "tensor": 2}\'')
   add("--step", choices=STEPS, default="train", help="default: %(default)s")
   add("--top", type=positive_integer, default=12, help="lines of the longest lists (default 12)")
-  add("--json", metavar="FILE", help="also write everything to FILE")
-  add("--hlo", metavar="FILE", help="also write the optimized program to FILE")
+  add("--json", type=output_file, metavar="FILE", help="also write everything to FILE")
+  add("--hlo", type=output_file, metavar="FILE", help="also write the optimized program to FILE")
   parser.set_defaults(run=compile_recipe)
 
 
@@ -53,9 +51,6 @@ def compile_recipe(options: argparse.Namespace) -> int:
   XLA's flags are those of the launch scripts, and XLA_FLAGS. Times are lower bounds: each kernel at
   the peaks of the GPU's data sheet.
   """
-  for path in (options.json, options.hlo):  # checked first, because compiling takes minutes
-    if path and not pathlib.Path(path).absolute().parent.is_dir():
-      raise ConfigError(f"the folder of {path} does not exist")
   compiler.check_installed()
   compiler.use_compiler_without_gpu()
   describe = functools.partial(_describe, args=options)

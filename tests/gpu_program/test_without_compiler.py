@@ -35,7 +35,11 @@ def test_a_missing_compiler_is_one_sentence_with_what_to_install(capsys):
     (["--devices", "0"], "--devices: must be a positive integer, got '0'"),
     (["--devices", "8", "--gpu", "v100"], "argument --gpu: invalid choice: 'v100'"),
     (["--devices", "8", "--step", "tain"], "argument --step: invalid choice: 'tain'"),
-    (["--devices", "8", "--json", "nowhere/x.json"], "the folder of nowhere/x.json does not exist"),
+    (
+      ["--devices", "8", "--hlo", "nowhere/x.txt"],
+      "--hlo: nowhere/x.txt must be a file in a folder",
+    ),
+    (["--devices", "8", "--json", "."], "--json: . must be a file in a folder that exists"),
     (
       ["--devices", "8", "--mesh", "fsdp=8"],
       "argument --mesh: must be JSON such as '{\"fsdp\": 8}'",
