@@ -294,23 +294,14 @@ def _print_completion(options: argparse.Namespace) -> int:
   verbs = parser.add_subparsers()
   for name, verb in VERBS.items():
     add_arguments(verbs.add_parser(name, help=verb.help), name, with_flags=True)
-  for action in _actions_of(parser):
-    is_text = action.type in (None, machine_path, output_file)
-    if action.nargs != 0 and is_text and action.choices is None:
+  actions, text_types = list(parser._actions), (None, machine_path, output_file)
+  for action in actions:  # which the loop extends by those of subcommands
+    if isinstance(action, argparse._SubParsersAction):
+      actions += [each for verb in action.choices.values() for each in verb._actions]
+    elif action.nargs != 0 and action.choices is None and action.type in text_types:
       action.complete = shtab.FILE  # type: ignore[attr-defined]
   script = shtab.complete(parser, options.shell)
   if options.shell == "zsh":  # It accepts --option value, too, where the script says `--option=`.
     script = re.sub(r'^( +"\*?--[\w-]+)(\[.*\]:)', r"\1=\2", script, flags=re.MULTILINE)
   print(script)
   return 0
-
-
-def _actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-  """Returns the actions of a parser and its subparsers, without those that choose a subparser."""
-  actions = []
-  for action in parser._actions:
-    if isinstance(action, argparse._SubParsersAction):
-      actions += [each for verb in action.choices.values() for each in _actions_of(verb)]
-    else:
-      actions.append(action)
-  return actions
