@@ -204,7 +204,8 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
     try:
       resolved.arguments[name] = copy.deepcopy(value)  # gin calls @f() when it is copied
       if isinstance(value, gin.config.ConfigurableReference) and not value.evaluate:
-        resolved.settings[name] = _settings(value)
+        passed = bound_arguments(value.configurable, value.scopes, resolve_references=True)
+        resolved.settings[name] = {**defaults(value.configurable), **passed}
     except Exception as error:
       resolved.arguments.pop(name, None)
       text = strip_gin_notes(str(error))
@@ -214,13 +215,6 @@ def _build(resolved: ResolvedRun, function: Callable[..., Any] | None) -> None:
       lines = resolved.program.lines_with(text) or filter(None, [resolved.source_of(name)])
       message = with_lines(f"{name} cannot be built: {kind}{text}", lines)
       resolved.problems.messages.append(message)
-
-
-def _settings(reference: gin.config.ConfigurableReference) -> dict[str, Any]:
-  """Returns what gin will pass to a function that is passed on uncalled."""
-  configurable = reference.configurable
-  with gin.config_scope(reference.scopes or None):
-    return {**defaults(configurable), **gin.get_bindings(configurable.selector)}
 
 
 def _listing(noun: str, state: str, items: Sequence[str]) -> str:

@@ -277,10 +277,12 @@ def defaults(configurable: Configurable) -> dict[str, Any]:
   }
 
 
-def bound_arguments(configurable: Configurable, scopes: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns the arguments that gin binds for a call in these scopes, references unresolved."""
+def bound_arguments(
+  configurable: Configurable, scopes: Sequence[str] = (), resolve_references: bool = False
+) -> dict[str, Any]:
+  """Returns the arguments that gin binds for a call in these scopes, or what it passes if references are resolved."""
   with gin.config_scope(list(scopes) or None):
-    return gin.get_bindings(configurable.selector, resolve_references=False)
+    return gin.get_bindings(configurable.selector, resolve_references)
 
 
 def _signature(configurable: Configurable) -> dict[str, inspect.Parameter]:
