@@ -142,14 +142,13 @@ def _has_vocabulary_files(plan: Any, cfg: Any) -> bool:
   for vocabulary in (*get_vocabulary(cfg), model.input_vocabulary, model.output_vocabulary):
     path = getattr(vocabulary, "sentencepiece_model_file", "")
     try:
-      is_here = not path or not _is_remote(local_path(path))
+      if not path or not _is_remote(local_path(path)):
+        continue
     except ValueError:
       if not _is_remote(path):
         raise
-      is_here = False
-    if not is_here:
-      plan.resolved.unchecked.append(f"the vocabulary {path} (it is not on this machine)")
-      return False
+    plan.resolved.unchecked.append(f"the vocabulary {path} (it is not on this machine)")
+    return False
   return True
 
 

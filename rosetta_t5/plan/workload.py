@@ -218,11 +218,9 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     lengths: see `input_lengths`.
     trained: whether the state includes the optimizer's.
   """
-  shapes = {
-    f"{side}_{kind}_tokens": (batch_size, lengths.get(side, lengths["decoder"]))
-    for side, kind in (("encoder", "input"), ("decoder", "input"), ("decoder", "target"))
-  }
-  types = dict.fromkeys(shapes, jnp.int32)
+  batch = batch_shapes(lengths, batch_size)
+  shapes = {name: x.shape for name, x in batch.items()}
+  types = {name: x.dtype for name, x in batch.items()}
   # The parameters are the same with every kernel, and this machine may lack the GPU that one needs.
   model = with_config(model, attention_kernel="xla")
 
