@@ -22,15 +22,10 @@ from rosetta_t5.user_errors import ConfigError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
   """Adds the arguments of `rosetta-t5 plan`."""
   add_recipe_arguments(parser)
-  parser.add_argument(
-    "--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)"
-  )
-  parser.add_argument(
-    "--precision",
-    choices=("recipe", "any"),
-    default="recipe",
-    help="any: also choose configurations in fp8, which changes numbers; default: %(default)s",
-  )
+  add = parser.add_argument
+  add("--mfu", type=float, default=0.4, help="the share of its peak that one GPU reaches (0.4)")
+  text = "any: also choose configurations in fp8, which changes numbers; default: %(default)s"
+  add("--precision", choices=("recipe", "any"), default="recipe", help=text)
   parser.set_defaults(run=plan)
 
 
