@@ -182,13 +182,14 @@ def _describe_run(run: Run, max_points: int) -> dict[str, Any]:
   lengths = run.setup.get("lengths", {})
   features = ("encoder_input_tokens", "decoder_target_tokens")
   positions = run.setup.get("batch_size", 0) * sum(lengths.get(name, 0) for name in features)
+  kept = ", ".join(f"{step:,}" for step in run.kept_checkpoints) or "none"
   return {
     "name": run.name,
     "folder": str(run.folder),
     **summarize(run, time.time()),
     "duration": run.last_time - first_time,
     "tokensPerStep": positions or None,
-    "about": _about(run),
+    "about": [*run.header, ("checkpoints", f"kept: {kept}"), ("folder", str(run.folder))],
     "config": run.config,
     "variables": run.variables,
     "series": {
@@ -238,12 +239,6 @@ def _timeline(run: Run, first_time: float) -> dict[str, Any]:
       for step, time in zip(saved.steps.tolist(), saved.times.tolist(), strict=True)
     ],
   }
-
-
-def _about(run: Run) -> list[tuple[str, str]]:
-  """Returns what is known about model and machine, as (name, text)."""
-  kept = ", ".join(f"{step:,}" for step in run.kept_checkpoints)
-  return [*run.header, ("checkpoints", f"kept: {kept or 'none'}"), ("folder", str(run.folder))]
 
 
 def _page_file(name: str, package: str = f"{__package__}.page_files") -> str:
