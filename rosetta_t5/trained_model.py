@@ -182,17 +182,15 @@ def find_recipe(model_dir: str | os.PathLike[str]) -> tuple[pathlib.Path, pathli
 def _select_checkpoint(model_dir: str | os.PathLike[str]) -> checkpoints.RestoreCheckpointConfig:
   """Returns the checkpoint of a model that `find_recipe` has found, and says if it is not a run's latest."""
   path = pathlib.Path(checkpoints.local_folder(model_dir)).absolute()
-  if checkpoints.is_peft(path):
-    of_base = _select_checkpoint(checkpoints.find_base(path))
-    return dataclasses.replace(of_base, path=os.fspath(path))
-  is_hugging_face = checkpoints.is_hugging_face(path)
-  is_run = not is_hugging_face and (path / "config.gin").is_file()
+  is_foreign = checkpoints.is_peft(path) or checkpoints.is_hugging_face(path)
+  is_run = not is_foreign and (path / "config.gin").is_file()
   best, value = checkpoints.best_checkpoint(path) if is_run else (None, "")
   if best and best.name != f"checkpoint_{checkpoints.latest_step(path)}":
     print(f"note: {best} is the best of the run, with {value}, not the latest", file=sys.stderr)
   mode = "latest" if is_run and not best else "specific"
-  cfg = checkpoints.RestoreCheckpointConfig(os.fspath(best or path), mode)
-  return dataclasses.replace(cfg, resize_vocabulary=is_hugging_face)  # for added tokens
+  chosen = os.fspath(best or path)
+  # Tokens may have been added to a folder of another program.
+  return checkpoints.RestoreCheckpointConfig(chosen, mode, resize_vocabulary=is_foreign)
 
 
 def _read_gin(
