@@ -15,7 +15,7 @@ from rosetta_t5.networks.kernel_measurement import with_measured_kernel
 from rosetta_t5.networks.precision import choose_fp8, with_fp8
 from rosetta_t5.parallel import BasePartitioner
 from rosetta_t5.plan.description import describe_run
-from rosetta_t5.training.trainer import trainer_to_compile
+from rosetta_t5.training.trainer import lower_trainer_step
 
 
 def precompile(
@@ -77,15 +77,16 @@ def precompile(
     input_types={name: x.dtype for name, x in batch.items()},
     partitioner=partitioner,
   )
-  trainer = trainer_to_compile(
+  lowered = lower_trainer_step(
     trainer_cls,
+    batch,
+    is_training=True,
     model=model,
     train_state=initializer.global_train_state_shape,
     train_state_axes=initializer.train_state_axes,
     partitioner=partitioner,
     rng=jax.random.split(jax.random.PRNGKey(random_seed or 0), 2)[1],
   )
-  lowered = trainer.lower_train(batch)
   with terminal.progress_bar("compiling the train step"):
     compiled = lowered.compile()
   if jax.process_index() == 0:

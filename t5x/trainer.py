@@ -154,30 +154,22 @@ def on_name_set() -> None:
 
 
 def _train_step_of_functions(
-  state: Any,
-  batch: Batch,
-  rng: jax.Array,
-  *,
-  loss_fn: Any,
-  learning_rate_fn: Any,
-  num_microbatches: int | None = None,
-  weight_metrics: Any = None,
-  microbatches_at_once: int = 1,
-  pad_id: int = 0,  # the model has it
+  state: Any, batch: Batch, rng: jax.Array, **settings: Any
 ) -> tuple[Any, Metrics]:
-  if microbatches_at_once > 1:
+  """Has the arguments of `step.train_step`, all of which `Trainer` passes."""
+  if (at_once := settings["microbatches_at_once"]) > 1:
     raise ValueError(
       "trainer.Trainer.overlapping_parts must be 1 where functions of t5x.trainer are replaced, got "
-      f"{microbatches_at_once}: T5X's functions compute one microbatch after the other"
+      f"{at_once}: T5X's functions compute one microbatch after the other"
     )
   return train_with_lr(
     state,
     batch,
-    learning_rate_fn(state.step),
+    settings["learning_rate_fn"](state.step),
     jax.random.fold_in(rng, state.step),
-    getattr(loss_fn, "__self__", None),  # the model, whose bound method this is
-    num_microbatches,
-    getattr(weight_metrics, "__self__", None),
+    getattr(settings["loss_fn"], "__self__", None),  # the model, whose bound method this is
+    settings["num_microbatches"],
+    getattr(settings["weight_metrics"], "__self__", None),
   )
 
 

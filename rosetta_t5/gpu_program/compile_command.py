@@ -30,7 +30,7 @@ from rosetta_t5.plan.workload import fastest_kernel
 from rosetta_t5.telemetry.gpus import GPUS, GPUS_PER_NODE, Gpu
 from rosetta_t5.terminal import output_file, positive_integer, size_text
 from rosetta_t5.traced.program import with_config
-from rosetta_t5.training.trainer import trainer_to_compile
+from rosetta_t5.training.trainer import lower_trainer_step
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,15 +244,17 @@ def lower_step(plan: Plan, step: str, gpu: Gpu) -> tuple[Any, str]:
   computation = describe_computation(model, fp8, kernel) or ""
   if step in ("predict", "score"):
     return _lower_inference(plan, model, batch, step), computation
-  trainer = trainer_to_compile(
+  lowered = lower_trainer_step(
     plan["trainer_cls"],
+    batch,
+    is_training=step == "train",
     model=model,
     train_state=plan.state,
     train_state_axes=plan.specs,
     partitioner=partitioner,
     rng=jax.random.PRNGKey(0),
   )
-  return (trainer.lower_train if step == "train" else trainer.lower_eval)(batch), computation
+  return lowered, computation
 
 
 def batch_shapes(model: Any, cfg: Any) -> dict[str, jax.ShapeDtypeStruct]:

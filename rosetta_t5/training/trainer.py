@@ -173,16 +173,6 @@ class BaseTrainer(contextlib.AbstractContextManager):
       )
     return manager.write_metrics_summary(metrics, step, num_batches)
 
-  def lower_train(self, batch: PyTree) -> Any:
-    """Returns the train step lowered for batches of this shape; see `jax.jit(f).lower`."""
-    train_step: Any = self._partitioned_train_step
-    return train_step.lower(self.train_state, batch)
-
-  def lower_eval(self, batch: PyTree) -> Any:
-    """Returns the eval step lowered for batches of this shape; see `jax.jit(f).lower`."""
-    eval_step: Any = self._partitioned_eval_step
-    return eval_step.lower(self.train_state, batch)
-
   def compile_train(self, batch: PyTree) -> None:
     """Compiles the train step for batches of this shape (arrays or ShapeDtypeStructs).
 
@@ -296,16 +286,20 @@ class Trainer(BaseTrainer):
     )
 
 
-def trainer_to_compile(
-  trainer_cls: Callable[..., BaseTrainer] | None, **arguments: Any
-) -> BaseTrainer:
-  """Returns a trainer whose steps are only compiled: it evaluates no task and writes no metrics.
+def lower_trainer_step(
+  trainer_cls: Callable[..., BaseTrainer] | None, batch: PyTree, is_training: bool, **arguments: Any
+) -> Any:
+  """Returns a trainer's step lowered for batches of a shape; see `jax.jit(f).lower`.
 
   Args:
     trainer_cls: builds the run's trainer, such as `Trainer` with a schedule bound; None for a
       `Trainer` with a constant learning rate.
+    batch: the arrays or shapes of a batch, by feature.
+    is_training: whether to lower the train step or the eval step.
     **arguments: the other arguments of the trainer; the state may be one of shapes.
   """
   if trainer_cls is None:
     arguments |= {"learning_rate_fn": lambda _: jnp.float32(1e-3), "num_microbatches": None}
-  return (trainer_cls or Trainer)(eval_names=[], summary_dir=None, **arguments)
+  trainer = (trainer_cls or Trainer)(eval_names=[], summary_dir=None, **arguments)
+  step: Any = trainer._partitioned_train_step if is_training else trainer._partitioned_eval_step
+  return step.lower(trainer.train_state, batch)
