@@ -115,7 +115,10 @@ def temperature_sample(
   if max_decode_steps is not None and max_decode_steps_hard_limit:
     minimum = min if isinstance(max_decode_steps, int) else jnp.minimum
     max_decode_steps = minimum(max_decode_steps, max_decode_steps_hard_limit)
-  _check_limits(topk, topp)
+  if isinstance(topk, int) and topk == 1 and not isinstance(topp, jax.core.Tracer) and topp:
+    raise ValueError(
+      f"topp={topp} has no effect with topk=1, the default of temperature_sample: set topk=0"
+    )
   temperature = jnp.asarray(temperature, jnp.float32)
   if temperature.ndim:
     temperature = jnp.repeat(temperature, num_decodes)[:, None]
@@ -165,14 +168,6 @@ def temperature_sample(
   best_last = jnp.argsort(log_prob, axis=-1)
   ordered_decodes = jnp.take_along_axis(decodes, best_last[..., None], axis=1)
   return ordered_decodes, jnp.take_along_axis(log_prob, best_last, axis=1)
-
-
-def _check_limits(topk: Any, topp: Any) -> None:
-  """Raises ValueError for arguments that contradict each other, unless they are traced."""
-  if isinstance(topk, int) and topk == 1 and not isinstance(topp, jax.core.Tracer) and topp:
-    raise ValueError(
-      f"topp={topp} has no effect with topk=1, the default of temperature_sample: set topk=0"
-    )
 
 
 def _initial_state(

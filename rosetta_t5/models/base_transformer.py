@@ -92,11 +92,8 @@ class BaseTransformerModel(DecodingModel):
         f"{type(self).__name__}._compute_metrics needs all logits, which do not exist with "
         f"loss_chunk_length = {loss_chunk_length}: set it to None"
       )
-    if isinstance(loss_normalizing_factor, str):
-      loss_normalizing_factor = losses.convert_special_loss_normalizing_factor_to_enum(
-        loss_normalizing_factor
-      )
-    self._loss_normalizing_factor = loss_normalizing_factor
+    convert = losses.convert_special_loss_normalizing_factor_to_enum
+    self._loss_normalizing_factor = convert(loss_normalizing_factor)
 
   @property
   def input_vocabulary(self) -> Any:

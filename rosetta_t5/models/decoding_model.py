@@ -38,7 +38,6 @@ class DecodingStart(NamedTuple):
 class DecodingModel(BaseModel):
   """The decoding that encoder-decoder and decoder-only models share."""
 
-  module: Any
   decode_fn: Any
   output_vocabulary: Any
 

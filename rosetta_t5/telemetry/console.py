@@ -40,7 +40,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 _HEADER_WIDTH = len("computes")
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
+class Progress(contextlib.ExitStack):
   """Shows steps, loss, speed and the time left: a moving bar on a terminal, and lines.
 
   Only the first process prints.
@@ -55,21 +55,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
       loss_per_token: the metric that is the loss in nats per target token; "" if the model divides
         the loss by something else.
     """
+    super().__init__()
     self._loss_per_token = loss_per_token
     self._first_step = first_step
     self._total_steps = total_steps
-    self._stack = contextlib.ExitStack()
     self._bar: terminal.Bar | None = None
     self._line_printed = -math.inf
     self._losses: list[float] = []  # the first one that was shown, and the last one
 
   def __enter__(self) -> "Progress":
     shown = terminal.progress_bar("step", self._total_steps, "", self._first_step, line_period_s=0)
-    self._bar = self._stack.enter_context(shown)
+    self._bar = self.enter_context(shown)
     return self
-
-  def __exit__(self, *exc_info: object) -> None:
-    self._stack.close()
 
   def follow(self, step: int) -> None:
     """Moves the bar to a step that was started; the devices may still be computing it."""

@@ -89,9 +89,8 @@ def gpu_of(device_kind: str) -> Gpu | None:
 
   A kind that differs from the table's, such as another A100, is matched by the model's name.
   """
-  for gpu in GPUS.values():
-    if gpu.kind == device_kind:
-      return gpu
   words = re.split(r"[^A-Z0-9]+", device_kind.upper())
-  found = (gpu for key, gpu in GPUS.items() if key.upper() in words)
-  return None if "NVL" in words else next(found, None)  # H100 NVL has other rates
+  found = [gpu for gpu in GPUS.values() if gpu.kind == device_kind]
+  if "NVL" not in words:  # H100 NVL has other rates
+    found += [gpu for key, gpu in GPUS.items() if key.upper() in words]
+  return next(iter(found), None)

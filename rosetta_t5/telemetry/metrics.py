@@ -85,9 +85,7 @@ class AveragePerStep(Step):
     return type(self)(total=self.total + other.total, steps=self.steps + other.steps)
 
   def compute(self) -> Scalar:
-    """Returns the average; raises ValueError if the sum or the number of steps is not set."""
-    if self.total is None:
-      raise ValueError("AveragePerStep has no total: create it with from_model_output(values)")
+    """Returns the average; raises ValueError if the number of steps is not set."""
     return self.total / super().compute()
 
 

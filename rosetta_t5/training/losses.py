@@ -118,13 +118,15 @@ METRIC_PER_TOKEN: dict[Any, str] = {
 LossNormalizingFactor = PositiveNumber | str | SpecialLossNormalizingFactor
 
 
-def convert_special_loss_normalizing_factor_to_enum(x: str) -> SpecialLossNormalizingFactor:
-  """Returns the factor with this name in upper or lower case, as gin files give it.
+def convert_special_loss_normalizing_factor_to_enum(x: Any) -> Any:
+  """Returns the special factor with this name, in upper or lower case; other factors as they are.
 
   Raises:
     ValueError: no factor has this name.
   """
   names = SpecialLossNormalizingFactor.__members__
+  if not isinstance(x, str):
+    return x
   if x.upper() in names:
     return names[x.upper()]
   raise ValueError(
@@ -151,9 +153,7 @@ def get_loss_normalizing_factor_and_weights(
     ValueError: no special factor has this name.
   """
   weights = batch.get("decoder_loss_weights")
-  factor = loss_normalizing_factor
-  if isinstance(factor, str):
-    factor = convert_special_loss_normalizing_factor_to_enum(factor)
+  factor = convert_special_loss_normalizing_factor_to_enum(loss_normalizing_factor)
   if not isinstance(factor, SpecialLossNormalizingFactor):
     return factor, weights
   targets = batch["decoder_target_tokens"]

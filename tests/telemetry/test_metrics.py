@@ -55,7 +55,6 @@ def test_number_of_steps_is_set_in_metrics_per_step():
     (metrics.Time(), r"Time has no duration: call replace_duration"),
     (metrics.TimeRate.from_model_output(1.0), r"TimeRate has no duration"),
     (metrics.Step(steps=None), r"Step has no steps: call replace_steps"),
-    (metrics.AveragePerStep(), r"AveragePerStep has no total"),
   ],
 )
 def test_error_names_what_was_not_set(metric, message):

@@ -99,6 +99,7 @@ class OptaxWrapper(OptimizerDef):
   def __init__(self, optax_optimizer: optax.GradientTransformation | MakeTransformation):
     self.optax_optimizer = optax_optimizer
     self.uses_learning_rate = not isinstance(optax_optimizer, optax.GradientTransformation)
+    self._make: Any = optax_optimizer if self.uses_learning_rate else lambda *_: optax_optimizer
     self._param_axes: PyTree = None
     super().__init__(optimizer_def.HyperParams(learning_rate=None, loss=None))
 
@@ -112,7 +113,7 @@ class OptaxWrapper(OptimizerDef):
     Raises:
       ValueError: `average_parameters` is not the last transformation of a chain.
     """
-    optax_state = self._transformation(0.0).init(params)
+    optax_state = self._make(0.0, self._param_axes).init(params)
     is_chain = type(optax_state) is tuple
     if is_chain and any(isinstance(state, AverageState) for state in optax_state[:-1]):
       raise ValueError(
@@ -125,7 +126,7 @@ class OptaxWrapper(OptimizerDef):
     self, hyper_params: Any, params: PyTree, state: OptimizerState, grads: PyTree
   ) -> tuple[PyTree, OptimizerState]:
     """Returns the parameters and the state after one step."""
-    transformation = self._transformation(hyper_params.learning_rate)
+    transformation = self._make(hyper_params.learning_rate, self._param_axes)
     types = jax.eval_shape(transformation.init, params)
     optax_state = jax.tree.map(_as_used, state.param_states, types)
     loss = hyper_params.loss
@@ -139,12 +140,6 @@ class OptaxWrapper(OptimizerDef):
   def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
     """Returns the average of the parameters if the transformation has one, else `params`."""
     return averaged_parameters(params, param_states)
-
-  def _transformation(self, learning_rate: Any) -> optax.GradientTransformation:
-    make = self.optax_optimizer
-    if isinstance(make, optax.GradientTransformation):
-      return make
-    return make(learning_rate, self._param_axes)
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names, or None, in place of arrays."""
