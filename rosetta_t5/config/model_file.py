@@ -229,10 +229,8 @@ def _describe_reference(
   name = allow_list.name_in(allow_list.CALLED, configurable.wrapped)
   if configurable.selector == gin_internals.MACRO and "value" in bound:
     return _describe(bound["value"], folder, scopes)
-  if name is None:
+  if name is None or _has_bound_methods(configurable):
     return {"@other": configurable.selector}
-  if method := _bound_method(configurable):
-    return {"@other": method}
   if name.startswith(_CALCULATIONS) and reference.evaluate:
     with gin.config_scope(list(scopes) or None):
       return copy.deepcopy(reference)  # Gin calls the function when its reference is copied.
@@ -263,11 +261,11 @@ def _describe_call(name: str, arguments: dict[str, Any], folder: pathlib.Path) -
   return {"@call": name, **arguments}
 
 
-def _bound_method(configurable: Configurable) -> str | None:
-  """Returns the name of a method of a class of which gin has bound arguments."""
+def _has_bound_methods(configurable: Configurable) -> bool:
+  """Returns whether gin has bound arguments of a method of a class."""
   known = gin_internals.registered_configurables()
-  methods = (each for each in known if each.is_method and each.module == configurable.selector)
-  return next((method.selector for method in methods if bound_arguments(method)), None)
+  methods = [each for each in known if each.is_method and each.module == configurable.selector]
+  return any(map(bound_arguments, methods))
 
 
 def _use_copy(folder: pathlib.Path, node: dict[str, Any]) -> Any:
