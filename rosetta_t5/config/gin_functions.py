@@ -1,7 +1,6 @@
 """Functions that calculate values inside gin files."""
 
 import contextlib
-import math
 from typing import Any
 
 import gin
@@ -56,8 +55,7 @@ def steps_of(samples: float = gin.REQUIRED, batch_size: Positive | None = None) 
     raise ValueError(
       f"BATCH_SIZE or {scope}.batch_size must be a positive integer, got {batch_size!r}"
     )
-  is_number = isinstance(samples, int | float) and math.isfinite(samples)
-  if not is_number or samples != int(samples) or samples < batch_size:
+  if samples % 1 != 0 or samples < batch_size:
     raise ValueError(
       f"{scope}.samples must be an integer of at least {batch_size} (one batch), got {samples!r}"
     )
