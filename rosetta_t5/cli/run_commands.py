@@ -277,8 +277,7 @@ def _run_main(module: str, options: argparse.Namespace) -> int:
   """Runs the `main` of a module, such as `rosetta_t5.train`, with T5X's flags."""
   if not any(flag.lstrip("-").startswith("dry_run") for flag in options.flags):
     terminal.tolerate_lost_output()
-  program = f"rosetta-t5 {module.partition('.')[0]}"
-  importlib.import_module(f"rosetta_t5.{module}").main([program, *options.flags])
+  importlib.import_module(f"rosetta_t5.{module}").main(["rosetta-t5", *options.flags])
   return 0
 
 

@@ -54,7 +54,7 @@ def compile_recipe(options: argparse.Namespace) -> int:
   compiler.check_installed()
   compiler.use_compiler_without_gpu()
   describe = functools.partial(_describe, args=options)
-  return describe_recipe("compile", options, describe, _mesh_bindings(options.mesh))
+  return describe_recipe(options, describe, _mesh_bindings(options.mesh))
 
 
 def _sizes(text: str) -> dict[str, int]:

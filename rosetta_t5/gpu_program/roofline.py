@@ -8,7 +8,6 @@ Attention is counted for all pairs of positions, also those that masks exclude. 
 ours does with tiles of causal and packed rows, can be faster than its bound.
 """
 
-import collections
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -160,12 +159,11 @@ def add_up(
     names: attributes, such as "kind" or "kind", "source"; they are the keys.
     added: the attributes that are added up, besides the number.
   """
-  sums: dict[Any, dict[str, float]] = collections.defaultdict(
-    lambda: dict.fromkeys(("count", *added), 0.0)
-  )
+  sums: dict[Any, dict[str, float]] = {}
+  key_of = operator.attrgetter(*names)
   for each in kernels:
-    row = sums[operator.attrgetter(*names)(each)]
+    row = sums.setdefault(key_of(each), dict.fromkeys(("count", *added), 0.0))
     row["count"] += each.count
     for name in added:
       row[name] += each.count * getattr(each, name)
-  return dict(sums)
+  return sums

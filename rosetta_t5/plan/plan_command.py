@@ -42,22 +42,21 @@ def plan(options: argparse.Namespace) -> int:
   """Prints the memory, time and traffic of a step; nothing is compiled and no device is used."""
   if not 0 < options.mfu <= 1:
     raise ConfigError(f"--mfu must be a share of a GPU's peak such as 0.4, got {options.mfu}")
-  return describe_recipe("plan", options, functools.partial(_describe, options=options))
+  return describe_recipe(options, functools.partial(_describe, options=options))
 
 
 def describe_recipe(
-  verb: str, options: argparse.Namespace, describe: Callable[..., Rows], flags: Sequence[str] = ()
+  options: argparse.Namespace, describe: Callable[..., Rows], flags: Sequence[str] = ()
 ) -> int:
   """Prints the rows that `describe` returns for a recipe; returns the exit status.
 
   Args:
-    verb: the verb of the command line, for messages.
     options: the values of `add_recipe_arguments`.
     describe: returns rows, and adds to the problems of the run.
     flags: further flags, which come before the user's.
   """
   argv = [
-    f"rosetta-t5 {verb}",
+    "rosetta-t5",
     *(f"--gin_file={path}" for path in options.recipe),
     "--gin.MODEL_DIR='not made'",
     *flags,
