@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def chat(options: argparse.Namespace) -> int:
   """Answers messages from the terminal by the model's chat template; without one, fills blanks in sentences."""
   from rosetta_t5.data.vocabularies.sentencepiece_models import sentinel_ids
-  from rosetta_t5.inference.text_inference import BLANK, BlankFiller
+  from rosetta_t5.inference.text_inference import BLANK, blank_filler
   from rosetta_t5.trained_model import open_model_dir
 
   model = open_model_dir(options.model_dir, (), options.trust, options.adapter)
@@ -39,8 +39,7 @@ def chat(options: argparse.Namespace) -> int:
     reply = _conversation_with(model, lengths, options.system)
     print("Type a message. An empty line ends.", flush=True)
   else:
-    fill = BlankFiller(model.model, model.state.params, lengths["inputs"])
-    reply = lambda text: fill([text])[0]  # noqa: E731
+    reply = blank_filler(model.model, model.state.params, lengths["inputs"])
     print(f"Type text with blanks, such as: The sky is {BLANK}. An empty line ends.", flush=True)
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors="replace")  # Invalid UTF-8 is shown, and can be typed again.

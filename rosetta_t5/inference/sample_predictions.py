@@ -112,8 +112,7 @@ def held_out_sampler(
   Raises:
     ValueError: the rows do not have the features of our models.
   """
-  if jax.process_count() > 1:
-    rows = multihost_utils.broadcast_one_to_all(dict(rows))
+  rows = multihost_utils.broadcast_one_to_all(dict(rows))
   examples = [(task, _first_example(row)) for task, given in rows.items() for row in given]
   # Empty rows fill up a batch of too few examples.
   examples = [(task, row) for task, row in examples if row["decoder_target_tokens"].any()]

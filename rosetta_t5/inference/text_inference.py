@@ -200,60 +200,49 @@ _BEAMS = 4
 _TARGETS_LENGTH = 32  # The number of tokens for all blanks together, including their sentinels.
 
 
-class BlankFiller:
-  """Fills blanks with a model's best prediction, which is compiled at the first call."""
+def blank_filler(model: Any, params: Any, input_length: int) -> Callable[[str], str]:
+  """Returns a function that fills the blanks of a text with a model's best predictions.
 
-  def __init__(self, model: Any, params: Any, input_length: int):
-    """Prepares the prediction.
+  A blank is a run of three or more underscores, and "[prediction]" takes its place. Predictions are compiled
+  at the first call. The function raises ValueError if there is no blank, if there are more blanks than the
+  vocabulary has sentinels, or if the text does not fit into one input.
 
-    Args:
-      model: an encoder-decoder model, trained by span corruption.
-      params: its parameters.
-      input_length: the length that inputs are padded to.
-    """
-    self._model, self._params, self._input_length = model, params, input_length
-    self._predict = jax.jit(
-      functools.partial(model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False)
-    )
+  Args:
+    model: an encoder-decoder model, trained by span corruption.
+    params: its parameters.
+    input_length: the length that inputs are padded to.
+  """
+  vocabulary = model.input_vocabulary
+  sentinels = sentinel_ids(vocabulary)
+  predict = jax.jit(
+    functools.partial(model.predict_batch_with_aux, num_decodes=_BEAMS, return_all_decodes=False)
+  )
 
-  def __call__(self, sentences: Sequence[str]) -> list[str]:
-    """Returns the sentences with "[prediction]" in place of each blank.
-
-    A blank is a run of three or more underscores. All sentences form one input, because models that
-    were trained by span corruption have only seen full inputs.
-
-    Raises:
-      ValueError: there is no blank; or there are more blanks than the vocabulary has sentinels; or
-        the sentences do not fit into one input.
-    """
-    vocabulary = self._model.input_vocabulary
-    sentinels = sentinel_ids(vocabulary)
-    tokens: list[int] = []
-    count = 0
-    for sentence in sentences:
-      first, *others = (part.strip() for part in _BLANKS.split(sentence))
-      tokens += vocabulary.encode(first)
-      for part in others:
-        tokens += [*sentinels[count : count + 1], *vocabulary.encode(part)]
-        count += 1
-    if not count:
+  def fill(text: str) -> str:
+    first, *others = (part.strip() for part in _BLANKS.split(text))
+    if not others:
       raise ValueError(f"There is no blank to fill: write {BLANK} where words are missing")
-    if count > len(sentinels):
+    if len(others) > len(sentinels):
       known = f"{len(sentinels)}, the extra_ids of the model's vocabulary"
-      raise ValueError(f"The number of blanks must be at most {known}, got {count}")
-    if len(tokens) >= self._input_length:
-      known = f"{self._input_length} tokens, the length of the model's inputs"
+      raise ValueError(f"The number of blanks must be at most {known}, got {len(others)}")
+    tokens = [*vocabulary.encode(first)]
+    for sentinel, part in zip(sentinels, others, strict=False):
+      tokens += [sentinel, *vocabulary.encode(part)]
+    if len(tokens) >= input_length:
+      known = f"{input_length} tokens, the length of the model's inputs"
       raise ValueError(f"The text must have fewer than {known}, got {len(tokens)}")
     tokens.append(vocabulary.eos_id)
-    padded_S = np.pad(np.array(tokens, np.int32), (0, self._input_length - len(tokens)))
+    padded_S = np.pad(np.array(tokens, np.int32), (0, input_length - len(tokens)))
     batch = {
       "encoder_input_tokens": padded_S[None],
       "decoder_input_tokens": np.zeros((1, _TARGETS_LENGTH), np.int32),
     }
-    decodes_BT, _ = jax.device_get(self._predict(self._params, batch))
-    spans = parse_spans(self._model.output_vocabulary, decodes_BT[0])
+    decodes_BT, _ = jax.device_get(predict(params, batch))
+    spans = parse_spans(model.output_vocabulary, decodes_BT[0])
     predictions = (spans.get(sentinel, "") for sentinel in sentinels)
-    return [_BLANKS.sub(lambda _: f"[{next(predictions)}]", sentence) for sentence in sentences]
+    return _BLANKS.sub(lambda _: f"[{next(predictions)}]", text)
+
+  return fill
 
 
 def parse_spans(vocabulary: Any, target: np.ndarray) -> dict[int, str]:

@@ -63,13 +63,11 @@ def _scalar_of(value: Any) -> float | None:
     return float(value.simple_value)
   if kind != "tensor":
     return None
-  # A float32 is read directly, in its two forms: an array for each would take three times as long.
+  # A float32 as TensorFlow writes it is read directly: an array for each would take three times as long.
   tensor = value.tensor
   content = tensor.tensor_content
   if tensor.dtype == _DT_FLOAT and len(content) == _FLOAT32.size:
     return float(_FLOAT32.unpack(content)[0])
-  if len(tensor.float_val) == 1:
-    return float(tensor.float_val[0])
   from tensorboard.util.tensor_util import make_ndarray
 
   array = make_ndarray(tensor)

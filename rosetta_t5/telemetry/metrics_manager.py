@@ -47,7 +47,6 @@ class MetricsManager:
     name: str,
     summary_dir: str | os.PathLike[str] | None = None,
     extra_writers: Sequence[MakeWriter] = (),
-    make_writer: MakeWriter = make_tensorboard_writer,
   ):
     """Builds a manager.
 
@@ -56,14 +55,13 @@ class MetricsManager:
       summary_dir: the folder of TensorBoard's files; None computes values and writes none.
       extra_writers: functions (name, summary_dir) → a writer with the methods of clu's MetricWriter;
         each writer gets everything that TensorBoard gets (see `telemetry.trackers`).
-      make_writer: the same for TensorBoard. It is called at the first write, in the background,
-        because it imports TensorFlow.
     """
     self.summary_dir = None if summary_dir is None else os.path.join(summary_dir, name)
     self._writers: list[_Writer] = []
     if summary_dir is not None and jax.process_index() == 0:
       root = os.fspath(summary_dir)
-      self._writers.append(_Writer(functools.partial(make_writer, name, root)))
+      # Opened at the first write, in the background, because it imports TensorFlow.
+      self._writers.append(_Writer(functools.partial(make_tensorboard_writer, name, root)))
       for make in extra_writers:
         writer = make(name, root)  # now: a missing package is reported before training
         self._writers.append(_Writer(functools.partial(make, name, root), writer))

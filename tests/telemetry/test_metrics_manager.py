@@ -14,7 +14,7 @@ import pytest
 from clu import metrics as clu_metrics
 from clu import values as clu_values
 
-from rosetta_t5.telemetry import metrics
+from rosetta_t5.telemetry import metrics, metrics_manager
 from rosetta_t5.telemetry.metrics_manager import MetricsManager, as_floats
 
 
@@ -41,8 +41,9 @@ def recorder():
 
 
 @pytest.fixture
-def manager(tmp_path, recorder):
-  return MetricsManager("train", tmp_path, make_writer=lambda name, folder: recorder)
+def manager(tmp_path, recorder, monkeypatch):
+  monkeypatch.setattr(metrics_manager, "make_tensorboard_writer", lambda name, folder: recorder)
+  return MetricsManager("train", tmp_path)
 
 
 def test_values_are_means_per_step_and_rates_per_second(manager, recorder):
