@@ -52,11 +52,10 @@ def lock_until_closed(file: int | IO[str]) -> bool:
 
   A file system without locks, such as a Lustre that is mounted without flock, locks nothing.
   """
-  with contextlib.suppress(OSError):
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      return False
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as error:
+    return not isinstance(error, BlockingIOError)
   return True
 
 
