@@ -189,8 +189,6 @@ def print_line(text: str, stream: IO[str] | None = None) -> None:
 
 def format_duration(seconds: float) -> str:
   """Formats a duration in its two largest units: 45s, 1m20s, 2h05m, 3d04h."""
-  if not math.isfinite(seconds):
-    return "?"
   minutes, seconds = divmod(round(max(0.0, seconds)), 60)
   hours, minutes = divmod(minutes, 60)
   days, hours = divmod(hours, 24)

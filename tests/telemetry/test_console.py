@@ -165,7 +165,7 @@ def test_other_processes_print_nothing(monkeypatch, replace_stdout):
   ("seconds", "text"),
   [
     *((0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (80, "1m20s"), (7500, "2h05m")),
-    *((273600, "3d04h"), (-5, "0s"), (float("inf"), "?")),
+    *((273600, "3d04h"), (-5, "0s")),
   ],
 )
 def test_durations_are_formatted_in_their_two_largest_units(seconds, text):
