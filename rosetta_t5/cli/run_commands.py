@@ -228,8 +228,7 @@ def _inspect(options: argparse.Namespace) -> int:
     import_seqio().set_tfds_data_dir_override(folder)
   for module in options.module:
     importlib.import_module(module)
-  lengths = terminal.feature_lengths(_LENGTHS)
-  found = {"task_feature_lengths": lengths, **_find_data(options)}
+  found = {"task_feature_lengths": terminal.feature_lengths(_LENGTHS), **_find_data(options)}
   if options.lengths:
     found["task_feature_lengths"] = options.lengths
   order = {"shuffle": True, "seed": 0, "pack": options.pack}
