@@ -73,15 +73,9 @@ def is_stalled(reports: Sequence[Report], limit_s: float) -> bool:
 class Watchdog:
   """Watches the processes of a run inside a `with`; does nothing for a single process."""
 
-  def __init__(self, seconds: float | None = None) -> None:
-    """Sets the time without progress after which the run ends.
-
-    Args:
-      seconds: None for the environment variable ROSETTA_T5_STALL_SECONDS, or else 1800; 0 never ends
-        the run.
-    """
-    limit = os.environ.get(VARIABLE, _DEFAULT_LIMIT_S) if seconds is None else seconds
-    self._limit_s = float(limit)
+  def __init__(self) -> None:
+    """Reads ROSETTA_T5_STALL_SECONDS, the time without progress after which the run ends; 0 for never."""
+    self._limit_s = float(os.environ.get(VARIABLE, _DEFAULT_LIMIT_S))
     self._ended = threading.Event()
     self._thread: threading.Thread | None = None
     self.set_phase(_STARTING)

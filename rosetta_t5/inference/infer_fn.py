@@ -227,8 +227,13 @@ def cut_rows(
     buckets: lengths in ascending order.
     is_scoring: whether targets are scored instead of decoded.
   """
-  measured, cut_prefix = _features_to_cut(rows[0][1], is_scoring)
-  if measured is None:
+  # The feature that determines the length, and the prefix of the features to cut.
+  decoder = (
+    ("decoder_target_tokens", "decoder_") if is_scoring else ("decoder_causal_attention",) * 2
+  )
+  pairs = [("encoder_input_tokens", "encoder_"), decoder]
+  measured, cut_prefix = next((pair for pair in pairs if pair[0] in rows[0][1]), ("", ""))
+  if not measured:
     return list(rows)
   full_length = len(rows[0][1][measured])
   longest = max(len(np.trim_zeros(example[measured], "b")) for _, example in rows)
@@ -238,16 +243,6 @@ def cut_rows(
     return x[:bucket] if name.startswith(cut_prefix) and len(x) == full_length else x
 
   return [(i, {name: cut(name, x) for name, x in example.items()}) for i, example in rows]
-
-
-def _features_to_cut(example: Mapping[str, Any], is_scoring: bool) -> tuple[str | None, str]:
-  """Returns the feature that determines the length, and the prefix of the features to cut."""
-  if "encoder_input_tokens" in example:
-    return "encoder_input_tokens", "encoder_"
-  measured = "decoder_target_tokens" if is_scoring else "decoder_causal_attention"
-  if measured not in example:
-    return None, ""
-  return measured, "decoder_" if is_scoring else measured
 
 
 def inference_step(model: Any, method: str) -> Callable[..., Any]:

@@ -51,16 +51,17 @@ class BaseModel(abc.ABC):
   Attributes:
     FEATURE_CONVERTER_CLS: the SeqIO feature converter that makes this model's batches.
     module: the linen module that the model wraps, or None.
+    loss_chunk_length: the number of target positions whose logits are computed at a time; None for all of them.
     adapter: the `Adapter` that trains few parameters; None if all are trained.
   """
 
   FEATURE_CONVERTER_CLS: Any = None
   module: Any = None
+  loss_chunk_length: int | None = None
   adapter: Any = None
 
-  # T5X's names: subclasses written for T5X set these two.
+  # T5X's name: subclasses written for T5X set it.
   _loss_normalizing_factor: float | losses.SpecialLossNormalizingFactor | None = None
-  _loss_chunk_length: int | None = None
 
   def __init__(self, optimizer_def: Any):
     self.optimizer_def = optimizer_def
@@ -85,11 +86,6 @@ class BaseModel(abc.ABC):
   def loss_normalizing_factor(self) -> float | losses.SpecialLossNormalizingFactor | None:
     """The number that the loss is divided by, or how it is computed; None if the loss is a sum."""
     return self._loss_normalizing_factor
-
-  @property
-  def loss_chunk_length(self) -> int | None:
-    """The number of target positions whose logits are computed at a time; None for all of them."""
-    return self._loss_chunk_length
 
   @abc.abstractmethod
   def loss_fn(

@@ -78,7 +78,7 @@ class BaseTransformerModel(DecodingModel):
     self._decode_fn = decode_fn
     self._label_smoothing = label_smoothing
     self._z_loss = z_loss
-    self._loss_chunk_length = loss_chunk_length
+    self.loss_chunk_length = loss_chunk_length
     self._expert_loss_factors = (aux_loss_factor, router_z_loss_factor)
     if (aux_loss_factor or router_z_loss_factor) and not self.has_experts:
       raise ValueError(
@@ -172,9 +172,9 @@ class BaseTransformerModel(DecodingModel):
     divide_by = self._loss_normalizing_factor
     factor, weights = losses.get_loss_normalizing_factor_and_weights(divide_by, batch, self.pad_id)
     correct = None
-    if self._loss_chunk_length:
+    if self.loss_chunk_length:
       token_loss, token_z, correct = chunked_cross_entropy(
-        logits, targets, self._z_loss, self._label_smoothing, self._loss_chunk_length
+        logits, targets, self._z_loss, self._label_smoothing, self.loss_chunk_length
       )
       loss, z_loss, _ = losses.weighted_sums(token_loss, token_z, weights, factor)
     else:
@@ -203,7 +203,7 @@ class BaseTransformerModel(DecodingModel):
 
   def _logits_or_factors(self, *args: Any, **options: Any) -> Any:
     """Returns the logits, or their two factors if the loss is computed in chunks."""
-    if self._loss_chunk_length:
+    if self.loss_chunk_length:
       options["return_logits"] = False
     return self._compute_logits(*args, **options)
 
@@ -244,7 +244,7 @@ class BaseTransformerModel(DecodingModel):
     logits_BTV, collections = outputs if return_intermediates else (outputs, {})
     targets_BT = _targets(batch)
     weights_BT = batch.get("decoder_loss_weights", targets_BT != self.pad_id)
-    if chunk := self._loss_chunk_length:
+    if chunk := self.loss_chunk_length:
       log_probs_BT = -chunked_cross_entropy(logits_BTV, targets_BT, 0.0, 0.0, chunk).loss_BT
     else:
       log_probs_BTV = jax.nn.log_softmax(logits_BTV)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -40,17 +40,15 @@ class DecodingModel(BaseModel):
 
   decode_fn: Any
   output_vocabulary: Any
+  _decode_method: Any = (
+    None  # the module's method that computes a decoding step; None for `__call__`
+  )
 
   @property
   def start_id(self) -> int:
     """The token that starts texts, by the network's config; padding if it does not say."""
     token = setting_of(self.network_config, "decoder_start_token_id")
     return token if isinstance(token, int) else self.pad_id
-
-  @property
-  def _decode_method(self) -> Callable[..., Any] | None:
-    """The module's method that computes a decoding step; None for `__call__`."""
-    return None
 
   def _decode_step(
     self, variables: PyTree, context: Any, tokens_N1: jax.Array, length: int, mutable: list[str]

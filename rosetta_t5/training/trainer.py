@@ -45,6 +45,8 @@ class BaseTrainer(contextlib.AbstractContextManager):
     stop_training: a subclass sets it to True to end the run when `train` returns.
   """
 
+  _num_microbatches: int | None = None  # T5X's name, which trainers written for T5X set
+
   def __init__(
     self,
     model: Any,
@@ -90,8 +92,8 @@ class BaseTrainer(contextlib.AbstractContextManager):
 
   @property
   def num_microbatches(self) -> int:
-    """The number of parts that a batch is split into; memory estimates depend on it."""
-    return 1
+    """The number of parts that a batch is split into."""
+    return self._num_microbatches or 1
 
   def _get_step_rng(self, step: jax.Array | int) -> jax.Array:
     """Returns the random key of the step that follows `step` completed steps."""
@@ -253,11 +255,6 @@ class Trainer(BaseTrainer):
     super().__init__(
       model, train_state, partitioner, eval_names, summary_dir, train_state_axes, rng, extra_writers
     )
-
-  @property
-  def num_microbatches(self) -> int:
-    """The number of parts that a batch is split into."""
-    return self._num_microbatches
 
   @functools.cached_property
   def _partitioned_train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

@@ -58,7 +58,7 @@ def test_a_run_is_stalled_only_when_no_process_makes_progress():
 
 
 def test_the_time_before_a_run_starts_does_not_count_as_a_stall():
-  watchdog = Watchdog(seconds=30)
+  watchdog = Watchdog()
   time.sleep(0.2)
   assert watchdog.seconds_in_phase >= 0.2
   with watchdog:
@@ -66,7 +66,7 @@ def test_the_time_before_a_run_starts_does_not_count_as_a_stall():
 
 
 def test_watched_batches_end_when_the_data_ends():
-  assert list(Watchdog(seconds=30).watch_batches(iter("ab"), step=7)) == ["a", "b"]
+  assert list(Watchdog().watch_batches(iter("ab"), step=7)) == ["a", "b"]
 
 
 def _caused_by(error: Exception, cause: Exception) -> Exception:
@@ -166,12 +166,13 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_both_end(tmp_path):
 
 
 _PARTS = """
-import sys, time
+import os, sys, time
 import jax
 from rosetta_t5.distributed import Watchdog
 port, index = sys.argv[1:]
+os.environ["ROSETTA_T5_STALL_SECONDS"] = "10"
 jax.distributed.initialize(f"localhost:{port}", 2, int(index))
-with Watchdog(10) as watchdog:
+with Watchdog() as watchdog:
   watchdog.set_phase("evaluating")
   time.sleep(8 if index == "1" else 35)
 time.sleep(27 if index == "1" else 0)

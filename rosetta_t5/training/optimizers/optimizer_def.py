@@ -125,12 +125,10 @@ class OptimizerDef:
     Args:
       params: the parameters by name, such as encoder/layers_0/attention/query/kernel.
     """
-    del params
     return {}
 
   def params_to_evaluate(self, params: PyTree, param_states: PyTree) -> PyTree:
     """Returns the parameters of evaluations and predictions, such as an average; `params` here."""
-    del param_states
     return params
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:

@@ -212,7 +212,6 @@ def hessian_diagonal(seed: int = 0) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params: PyTree) -> jax.Array:
-    del params
     return jnp.zeros((), jnp.int32)
 
   def update(

@@ -44,7 +44,6 @@ def PromptEncoderDecoder(
   *, encoder_mask_factory: Any = None, add_fake_prompt_factory: Any = None, **parts: Any
 ) -> nn.Module:
   """Returns flaxformer's `EncoderDecoder` of these parts. A network with a prompt has its masks."""
-  del encoder_mask_factory, add_fake_prompt_factory
   return flaxformer.EncoderDecoder(**parts)
 
 

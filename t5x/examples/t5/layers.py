@@ -44,7 +44,6 @@ class MultiHeadDotProductAttention(attention.MultiHeadDotProductAttention):
       cache_index: the next position to write; from here on one for each example.
       prefill_lengths: [B], the number of positions to write; the rest of the cache is 0.
     """
-    del cache_index
     length = cached_value.value.shape[2]
     keys, values = decoding_cache.prompts_to_cache(key, value, length, prefill_lengths)
     return key, value, prefill_lengths, keys, values, prefill_lengths
