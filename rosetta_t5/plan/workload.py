@@ -218,7 +218,8 @@ def state_shapes(model: Any, batch_size: int, lengths: Mapping[str, int], traine
     lengths: see `input_lengths`.
     trained: whether the state includes the optimizer's.
   """
-  batch = batch_shapes(lengths, batch_size)
+  # A user's network may read inputs without an `encode` that `_has_encoder` sees.
+  batch = batch_shapes({"encoder": lengths["decoder"], **lengths}, batch_size)
   shapes = {name: x.shape for name, x in batch.items()}
   types = {name: x.dtype for name, x in batch.items()}
   # The parameters are the same with every kernel, and this machine may lack the GPU that one needs.

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
+from tiny_models import Bigram, make_model
 
 from rosetta_t5 import terminal
 from rosetta_t5.plan import memory
-from rosetta_t5.plan.workload import state_shapes
+from rosetta_t5.plan.workload import input_lengths, state_shapes
 from t5x import adafactor, checkpoints, models, partitioning
 from t5x.examples.t5 import network
 
@@ -249,3 +250,9 @@ def test_only_training_needs_lengths_that_context_divides(check):
   _, _, output = check("--run_mode=infer", *arguments)
   assert "there is no checkpoint to restore in none" in output
   assert "cannot be split" not in output
+
+
+def test_a_network_without_an_encode_function_may_read_inputs():
+  model = make_model(Bigram())
+  lengths = input_lengths(model, {"inputs": 8, "targets": 4})
+  assert state_shapes(model, 2, lengths, trained=False).params["table"].shape == (32, 32)
