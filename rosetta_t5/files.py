@@ -7,7 +7,6 @@ model.json have one. A folder without it, such as one of another program, is rea
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import pathlib
@@ -19,6 +18,7 @@ import xxhash
 from etils import epath
 
 CHECKSUMS_NAME = "checksums.json"
+_BLOCK_BYTES = 1 << 20
 _THREADS = 8
 
 
@@ -188,8 +188,11 @@ def verify_checksums(
 
 def hash_file(path: epath.PathLike) -> str:
   """Returns the XXH3 of a file, in hexadecimal."""
+  digest = xxhash.xxh3_64()
   with epath.Path(path).open("rb") as file:
-    return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+    while block := file.read(_BLOCK_BYTES):
+      digest.update(block)
+  return digest.hexdigest()
 
 
 def files_in(root: epath.PathLike) -> Iterator[str]:
