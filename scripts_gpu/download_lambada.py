@@ -6,5 +6,4 @@ This script downloads nothing. Put the file at DIR/lambada/lambada_test.jsonl, a
 'lambada' with --tfds_data_dir=DIR, or ROSETTA_T5_DATA=DIR."""
 
 if __name__ == "__main__":
-  print(__doc__)
-  raise SystemExit(1)
+  raise SystemExit(__doc__)

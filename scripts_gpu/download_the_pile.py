@@ -12,5 +12,4 @@ Your options:
   3. Train on your own text: docs/data.md, "Your own files"."""
 
 if __name__ == "__main__":
-  print(__doc__)
-  raise SystemExit(1)
+  raise SystemExit(__doc__)

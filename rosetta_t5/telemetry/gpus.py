@@ -1,7 +1,9 @@
 """The data sheets of NVIDIA's GPUs. Everything that depends on a kind of GPU reads this table."""
 
 import dataclasses
+import json
 import re
+from typing import Any
 
 GPUS_PER_NODE = 8
 
@@ -67,18 +69,18 @@ rtx4090    8.9 165.2 330.3 82.6  24 1008   32   25 128  2.52  72    100    1536 
 """
 
 
+# What the columns of numbers are multiplied by, from bf16 to threads.
+_UNITS = (1e12, 1e12, 1e12, 1e9, 1e9, 1e9, 1e9, 1, 1, 1 << 20, 1 << 10, 1)
+
+
 def _read_row(row: str) -> tuple[str, Gpu]:
   """Returns the key and the GPU of a row of the data sheets."""
-  key, capability, *numbers, names = row.split(maxsplit=14)
+  key, capability, *cells, names = row.split(maxsplit=14)
   name, kind = names.split(" | ")
   major, minor = map(int, capability.split("."))
-  bfloat16, fp8, tf32 = (float(f"{number}e12") for number in numbers[:3])
-  memory, bandwidth, nvlink, network = (float(f"{number}e9") for number in numbers[3:7])
-  cores, clock, l2, shared_memory, threads = map(float, numbers[7:])
-  # In the order of the attributes.
-  rates = (bfloat16, fp8 or None, tf32, memory, bandwidth, nvlink, network)
-  processors = (int(cores), clock, int(l2) << 20, int(shared_memory) << 10, int(threads))
-  return key, Gpu(name, f"NVIDIA {kind}", (major, minor), *rates, *processors)
+  # A 0 becomes None.
+  numbers: Any = (json.loads(x) * unit or None for x, unit in zip(cells, _UNITS, strict=True))
+  return key, Gpu(name, f"NVIDIA {kind}", (major, minor), *numbers)
 
 
 GPUS: dict[str, Gpu] = dict(map(_read_row, _DATA_SHEETS.strip().splitlines()[2:]))
