@@ -14,7 +14,6 @@ from jax.experimental import multihost_utils
 from rosetta_t5 import terminal
 from rosetta_t5.inference.infer_fn import get_infer_fn
 from rosetta_t5.parallel import BasePartitioner
-from rosetta_t5.parallel.mesh import count_batch_shards
 from rosetta_t5.user_errors import reason_of
 
 Row = Mapping[str, np.ndarray]
@@ -122,9 +121,8 @@ def held_out_sampler(
     {name: x[:length] if name.startswith("decoder_") else x for name, x in row.items()}
     for _, row in examples
   ]
-  shards = count_batch_shards(partitioner.mesh.shape)
   largest = max(map(len, rows.values()), default=1)
-  batch_size = largest + -largest % shards
+  batch_size = largest + -largest % partitioner.data_mesh_size
   infer_fn = get_infer_fn(model.predict_batch, batch_size, train_state_axes, partitioner)
 
   def sample(train_state: Any) -> list[Sample]:

@@ -10,13 +10,10 @@ class MoeEncoderDecoderModel(EncoderDecoderModel):
   loss of this class raises ValueError if no layer has sown the losses.
   """
 
-  @property
-  def has_experts(self) -> bool:
-    """True: the losses that layers sow are required."""
-    return True
+  has_experts = True  # The losses that layers sow are required.
 
 
 class MoeDecoderOnlyModel(DecoderOnlyModel):
   """A decoder-only model whose network sows the losses of its experts (T5X)."""
 
-  has_experts = MoeEncoderDecoderModel.has_experts
+  has_experts = True
