@@ -161,11 +161,11 @@ def _parameter_collectives(part: Segment, work: Workload) -> Iterator[Collective
     # before the first layer.
     is_shared = not array.parameters and id(array) not in own
     layers = 1 if is_shared else part.layers
-    yield from _array_collectives(array, values, layers, part.layers // layers * len(values), work)
+    yield from _array_collectives(array, values, layers, part.layers // layers, work)
 
 
 def _array_collectives(
-  array: Value, readers: Sequence[Value], count: int, terms: int, work: Workload
+  array: Value, readers: Sequence[Value], count: int, layers: int, work: Workload
 ) -> Iterator[Collective]:
   """Yields the collectives that gather an array of parameters and sum its gradient over devices.
 
@@ -173,7 +173,7 @@ def _array_collectives(
     array: a parameter, or what is computed from parameters only.
     readers: the operations that combine it with arrays of examples.
     count: the number of such arrays.
-    terms: the number of terms whose sum is the gradient of one such array.
+    layers: the number of layers that read each of them.
     work: what the step computes.
   """
   split = set(work.layout.axes_of(array))
@@ -184,18 +184,21 @@ def _array_collectives(
   shards = work.present(rows & split & {*mesh.BATCH_AXES, mesh.CONTEXT_AXIS})
   others = work.present(rows - split)
   size = count * work.microbatches * work.layout.bytes_of(array, work.examples, shards)
-  # A table that is split by exactly the axes of the rows, or not at all, is gathered once for all lookups and once for
-  # both passes of tied logits, and XLA adds up its gradients before it sends them.
+  # The devices that have parts of a table look up each other's tokens, and then exchange parts of rows.
+  lookups = [x for x in readers if x.primitive == "gather" and shards]
+  passes = (1 + array.is_trained) * work.microbatches * work.itemsize / array.dtype.itemsize
+  rows_looked_up = sum(work.layout.bytes_of(x, work.examples) for x in lookups)
+  yield Collective(ALL_TO_ALL, shards, passes * rows_looked_up, "activations")
+  # Where the devices that have the array's parts are those that split the rows, or where it has no parts, XLA gathers
+  # it once for both passes of tied logits, and adds up its gradients before it sends them.
   is_whole = split <= {*shards} and not (shards and others)
-  reads = {x.primitive: _times_read(x) for x in readers}
-  gathers = min(sum(reads.values()), 2) if is_whole else sum(reads.values())
-  yield Collective(ALL_GATHER, shards, gathers * size, "parameters")
+  whole = [x for x in readers if x not in lookups]
+  reads = sum(map(_times_read, whole))
+  yield Collective(ALL_GATHER, shards, (min(reads, 2) if is_whole else reads) * size, "parameters")
   if not array.is_trained:
     return
-  if "gather" in reads and not is_whole:
-    size, terms = size * terms, 1
-  yield Collective(REDUCE_SCATTER, shards, size, "gradients", terms)
-  size, terms = size / work.shards(shards), 1 if shards else terms
+  yield Collective(REDUCE_SCATTER, shards, size if whole else 0.0, "gradients", layers * len(whole))
+  size, terms = size / work.shards(shards), 1 if shards else layers * len(readers)
   is_zero1 = work.zero1 and mesh.DATA_AXIS in others and "embed" in array.axes
   yield Collective(REDUCE_SCATTER if is_zero1 else ALL_REDUCE, others, size, "gradients", terms)
   if is_zero1:

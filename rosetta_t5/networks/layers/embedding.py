@@ -10,12 +10,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.partitioning import param_with_axes
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from rosetta_t5.kernels.cross_entropy import LogitFactors, set_logits
 from rosetta_t5.kernels.xla_attention import soft_cap
 from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
 from rosetta_t5.networks.layers.matmuls import product_of_few_rows
+from rosetta_t5.parallel.mesh import axis_names
 from rosetta_t5.parallel.placement import constrain, context_shards, dividing_axes, target_device
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -68,12 +70,9 @@ class Embed(nn.Module):
       inputs = inputs.astype(self.cast_input_dtype)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
       raise ValueError(f"Input type must be an integer or unsigned integer, got {inputs.dtype}")
-    # The table is gathered from before the cast: casting it first would round its gradient.
+    # The rows are cast and not the table, whose gradient would be rounded.
     # In T5X an id outside the table is a one-hot row of zeros, which is what `mode="fill"` gives.
-    # A table that is split by `embed` is gathered first, since a token needs its whole vector.
-    table = constrain(self.embedding, ("vocab", None))
-    is_split = any(dividing_axes(("vocab", None), table.shape))
-    vectors = (_look_up_sum if is_split else _look_up)(table, inputs, self.dtype)
+    vectors = _look_up(self.embedding, ("vocab", "embed"), inputs, self.dtype)
     # Positions are split in a second step: each device looks up all tokens in its part of the
     # vocabulary, and the sums are scattered. In one step XLA would send around the whole table.
     if context_shards() == 1:
@@ -112,28 +111,52 @@ def make_token_embedder(config: Any, name: str | None = None) -> Embed:
   )
 
 
-def _look_up(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+def _look_up(table_VD: jax.Array, axes: tuple[str, str], ids: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the rows of a table with these logical axes, which may be split over devices.
+
+  Each device of those that have parts of all rows looks up the ids of all these devices. Then they exchange the
+  parts, which are smaller than the table.
+  """
+  vocab, embed = dividing_axes(axes, table_VD.shape)
+  rows, parts = _sum_of_rows if vocab else _rows, axis_names(embed)
+  names = (*("batch", "length", *[None] * ids.ndim)[: ids.ndim], "embed")
+  *dims, own = map(axis_names, dividing_axes(names, (*ids.shape, table_VD.shape[1])))
+  if not parts or own or not {*parts} <= {axis for axes in dims for axis in axes}:
+    return rows(constrain(table_VD, (axes[0], None)), ids, dtype)
+  used = {*dims[0], *parts}
+
+  def split(x: jax.Array, apart: tuple[str, ...]) -> jax.Array:
+    spec = [tuple(a for a in axes if a in used and a not in apart) for axes in dims]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec, *[apart] * (x.ndim - ids.ndim)))
+
+  vectors = rows(table_VD, split(ids, parts), dtype)
+  for n in range(len(parts), -1, -1):  # XLA exchanges over one axis at a time
+    vectors = split(vectors, parts[:n])
+  return vectors
+
+
+def _rows(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
   # Parameters may be arrays of numpy, as where an export is validated.
   rows = jnp.asarray(table_VD).at[ids]
   return rows.get(mode="fill", fill_value=0, wrap_negative_indices=False).astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _look_up_sum(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the rows of a table that is split over devices, whose results are summed in `dtype`.
+def _sum_of_rows(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the rows of a table whose rows are on several devices, the sum of their results in `dtype`.
 
-  At most one device's result is not zero, so the numbers are those of `_look_up`, whose sum would be
-  float32. The gradient is `_look_up`'s.
+  At most one device's result is not zero, so the numbers are those of `_rows`, whose sum would be float32. The
+  gradient is that of `_rows`.
   """
-  return _look_up(table_VD.astype(dtype), ids, dtype)
+  return _rows(table_VD.astype(dtype), ids, dtype)
 
 
-def _look_up_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _sum_of_rows_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
   table_VD, ids = saved
-  return jax.vjp(lambda table_VD: _look_up(table_VD, ids, dtype), table_VD)[1](gradient)[0], None
+  return jax.vjp(lambda table_VD: _rows(table_VD, ids, dtype), table_VD)[1](gradient)[0], None
 
 
-_look_up_sum.defvjp(lambda *args: (_look_up_sum(*args), args[:2]), _look_up_backward)
+_sum_of_rows.defvjp(lambda *args: (_sum_of_rows(*args), args[:2]), _sum_of_rows_backward)
 
 
 def position_vectors(
@@ -158,10 +181,10 @@ def position_vectors(
   init = nn.initializers.normal(config.init_stddev or 1.0)
   shape, axes = (config.max_length, config.emb_dim), ("abspos_buckets", "embed")
   table_LD = param_with_axes("position_embedding", init, shape, jnp.float32, axes=axes)
-  # A table that is split by `embed` is gathered first, like the token table (see `Embed`).
-  table_LD = constrain(table_LD, ("abspos_buckets", None))
   # Examples that are full while others are still being decoded have positions beyond the table.
-  vectors_BTD: jax.Array = table_LD.at[positions_BT].get(mode="clip").astype(config.dtype)
+  vectors_BTD = _look_up(
+    table_LD, axes, jnp.minimum(positions_BT, config.max_length - 1), config.dtype
+  )
   return constrain(vectors_BTD, ("batch", "length", "embed"))
 
 
