@@ -138,39 +138,34 @@ class Adafactor(OptimizerDef):
       grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
     structure: Any = jax.tree.structure(params)
+    trees = (structure.flatten_up_to(tree) for tree in (params, state.param_states, grads))
     names = [optimizer_def.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-    trees = [structure.flatten_up_to(tree) for tree in (params, state.param_states, grads)]
-    updated: dict[int, tuple[jax.Array, AdafactorParamState]] = {}
-    common = state.step, hyper_params
-    for group in self._groups(hyper_params, names, trees[0]):
-      path = names[group[0]]
-      some_params, states, some_grads = ([leaves[number] for number in group] for leaves in trees)
-      if len(group) > 1:
-        results = self._apply_gradients(*common, some_params, states, some_grads, path)
+    values: dict[str, Any] = dict(zip(names, zip(*trees, strict=True), strict=True))
+    groups: dict[Any, list[str]] = {}
+    for path in names:
+      groups.setdefault(self._group(hyper_params, path, values[path][0]), []).append(path)
+    updated: dict[str, Any] = {}
+    for path, *others in groups.values():
+      if others:
+        group = [values[name] for name in (path, *others)]
+        results = self._apply_gradients(state.step, hyper_params, group, path)
+        updated |= zip((path, *others), results, strict=True)
       else:
-        one = some_params[0], states[0], some_grads[0]
-        results = [self.apply_param_gradient(*common, *one, path)]
-      updated |= zip(group, results, strict=True)
-    new_params, new_states = zip(*(updated[number] for number in range(len(names))), strict=True)
+        param, moments, grad = values[path]
+        updated[path] = self.apply_param_gradient(
+          state.step, hyper_params, param, moments, grad, path
+        )
+    new_params, new_states = zip(*(updated[path] for path in names), strict=True)
     new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
     return structure.unflatten(new_params), new_state
 
-  def _groups(
-    self, hyper_params: Any, names: Sequence[str], params: Sequence[jax.Array]
-  ) -> list[list[int]]:
-    """Returns the numbers of the parameters that are updated together.
-
-    On a GPU these are all that have the same shape and rules, so that few kernels update them. A CPU would gain
-    nothing, and a subclass may have a rule of its own for one parameter.
-    """
+  def _group(self, hyper_params: Any, path: str, param: jax.Array) -> Any:
+    """Returns the same for parameters that are updated together, in fewer kernels: on a GPU, those of one shape."""
     has_own_rule = type(self).apply_param_gradient is not Adafactor.apply_param_gradient
-    is_joint = target_device().platform == "gpu" and not has_own_rule
-    groups: dict[Any, list[int]] = {}
-    for number, (name, param) in enumerate(zip(names, params, strict=True)):
-      # Parameters whose rules differ may also be split differently over devices.
-      key = (param.shape, str(self._rule(name)), self._is_relative(hyper_params, name))
-      groups.setdefault(key if is_joint else name, []).append(number)
-    return list(groups.values())
+    if has_own_rule or target_device().platform != "gpu":
+      return path
+    # Parameters whose rules differ may also be split differently over devices.
+    return param.shape, str(self._rule(path)), self._is_relative(hyper_params, path)
 
   def apply_param_gradient(
     self,
@@ -182,20 +177,15 @@ class Adafactor(OptimizerDef):
     path: str,
   ) -> tuple[jax.Array, AdafactorParamState]:
     """Returns one parameter and its moments after the step that follows `step` completed steps."""
-    return self._apply_gradients(step, hyper_params, [param], [state], [grad], path)[0]
+    return self._apply_gradients(step, hyper_params, [(param, state, grad)], path)[0]
 
   def _apply_gradients(
-    self,
-    step: jax.Array,
-    hyper_params: Any,
-    params: Sequence[jax.Array],
-    states: Sequence[AdafactorParamState],
-    grads: Sequence[jax.Array],
-    path: str,
+    self, step: jax.Array, hyper_params: Any, group: Sequence[Any], path: str
   ) -> list[tuple[jax.Array, AdafactorParamState]]:
-    """Does the same for parameters of one shape and with the rules of that called `path`."""
+    """Does the same for (parameter, state, gradient) of one shape and with the rules of that called `path`."""
+    params, states, given = zip(*group, strict=True)
+    grads = [grad.astype(jnp.float32) for grad in given]
     dims = self._dims(params[0].shape, path)
-    grads = [grad.astype(jnp.float32) for grad in grads]
     age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
     decay = 1.0 - age ** (-hyper_params.decay_rate)
     new_states = _second_moments(grads, states, decay, dims, hyper_params.epsilon1)
@@ -205,31 +195,22 @@ class Adafactor(OptimizerDef):
       grad_copies, state_copies = _read_again((grads, new_states))
       rms = _rms(_precondition(grad_copies, state_copies, dims), dims.averaged)
       scales = scales / jnp.maximum(1.0, rms / hyper_params.clipping_threshold)
-    directions = _precondition(grads, new_states, dims)
-    updates = [direction * scale for direction, scale in zip(directions, scales, strict=True)]
-    pairs = zip(params, states, new_states, updates, strict=True)
-    return [self._apply_update(hyper_params, *each) for each in pairs]
-
-  def _apply_update(
-    self,
-    hyper_params: Any,
-    param: jax.Array,
-    state: AdafactorParamState,
-    new_state: AdafactorParamState,
-    update: jax.Array,
-  ) -> tuple[jax.Array, AdafactorParamState]:
-    if hyper_params.beta1 is not None:
-      update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
-      new_state = new_state.replace(m=update.astype(self.dtype_momentum))
     weight_decay = hyper_params.weight_decay_rate
     if exponent := hyper_params.weight_decay_rate_lr_exponent:
       weight_decay = (weight_decay or 1.0) * hyper_params.learning_rate**exponent
-    new_param = (param if weight_decay is None else (1.0 - weight_decay) * param) - update
-    if hyper_params.skip_nan_updates:
-      new_param, new_state = jax.tree.map(
-        lambda new, old: jnp.where(jnp.isnan(new), old, new), (new_param, new_state), (param, state)
-      )
-    return new_param.astype(param.dtype), new_state
+    results = []
+    directions = _precondition(grads, new_states, dims)
+    values = zip(params, states, new_states, directions, scales, strict=True)
+    for param, state, new_state, direction, scale in values:
+      update = direction * scale
+      if hyper_params.beta1 is not None:
+        update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
+        new_state = new_state.replace(m=update.astype(self.dtype_momentum))
+      new = (param if weight_decay is None else (1.0 - weight_decay) * param) - update, new_state
+      if hyper_params.skip_nan_updates:
+        new = jax.tree.map(lambda x, old: jnp.where(jnp.isnan(x), old, x), new, (param, state))
+      results.append((new[0].astype(param.dtype), new[1]))
+    return results
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
     """Returns `optimizer` with axis names: the parameter's for `v` and `m`.
