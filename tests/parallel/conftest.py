@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+from jax.sharding import AbstractDevice
+
+from rosetta_t5.networks.layers import embedding
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -14,3 +17,10 @@ def quick_compilation() -> Iterator[None]:
   jax.config.update("jax_disable_most_optimizations", True)
   yield
   jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def lookups_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Lets devices exchange rows of tables, as programs for GPUs do."""
+  gpu = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+  monkeypatch.setattr(embedding, "target_device", lambda: gpu)

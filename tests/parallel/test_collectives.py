@@ -27,6 +27,9 @@ from rosetta_t5.training import TrainState
 from rosetta_t5.training.optimizers.optax_wrapper import chain
 from rosetta_t5.training.optimizers.optimizer_def import replace_part
 
+# `plan` describes programs for GPUs.
+pytestmark = pytest.mark.usefixtures("lookups_of_gpus")
+
 EXAMPLES, INPUTS, TARGETS = 8, 16, 8
 # The share of the bytes by which a plan may differ from a compiled step. The fused GPT with activations over
 # embed differs by 11.9%: XLA gathers its table, a large part of so small a network, more often than needed.

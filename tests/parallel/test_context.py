@@ -142,6 +142,24 @@ def test_split_positions_have_one_device_s_loss_and_gradients(name):
   assert_close(loss_and_gradients(model, params, batch, PjitPartitioner(mesh=mesh)), want, 1e-5)
 
 
+@pytest.mark.parametrize(
+  ("name", "mesh"),
+  [
+    ("GPT", {"fsdp": 4, "context": 2}),
+    pytest.param("T5", {"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow),
+    pytest.param("T5", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+  ],
+)
+def test_devices_with_parts_of_a_table_have_one_device_s_loss_and_gradients(
+  name, mesh, lookups_of_gpus
+):
+  model, params, _, _ = make_case(name)
+  batch = packed_batch(["decoder"] if name == "GPT" else ["encoder", "decoder"], batch=4)
+  want = loss_and_gradients(model, params, batch)
+  found = loss_and_gradients(model, params, batch, PjitPartitioner(mesh=mesh))
+  assert_close(found, want, 1e-5)
+
+
 @pytest.mark.slow
 def test_microbatches_of_split_positions_have_one_device_s_loss_and_gradients():
   model, params, _, mesh = make_case("rotary, scan, full")
@@ -176,7 +194,7 @@ def test_lower_precision_differs_from_one_device_by_rounding_only(fp8):
     ("T5, flash", "all-to-all"),
   ],
 )
-def test_the_bytes_that_attention_exchanges_are_those_of_the_plan(name, kind):
+def test_the_bytes_that_attention_exchanges_are_those_of_the_plan(name, kind, lookups_of_gpus):
   model, params, batch, mesh = make_case(name)
   partitioner = PjitPartitioner(mesh=mesh)
   gradient = jax.grad(lambda params, batch: model.loss_fn(params, batch, None)[0])

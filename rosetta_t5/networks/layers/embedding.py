@@ -114,14 +114,16 @@ def make_token_embedder(config: Any, name: str | None = None) -> Embed:
 def _look_up(table_VD: jax.Array, axes: tuple[str, str], ids: jax.Array, dtype: Any) -> jax.Array:
   """Returns the rows of a table with these logical axes, which may be split over devices.
 
-  Each device of those that have parts of all rows looks up the ids of all these devices. Then they exchange the
-  parts, which are smaller than the table.
+  On GPUs, each device of those that have parts of all rows looks up the ids of all these devices. Then they exchange
+  the parts, which are smaller than the table. CPUs gather the table: with the exchange, K-FAC's and Sophia's steps
+  blocked in XLA's collectives for CPUs.
   """
   vocab, embed = dividing_axes(axes, table_VD.shape)
   rows, parts = _sum_of_rows if vocab else _rows, axis_names(embed)
   names = (*("batch", "length", *[None] * ids.ndim)[: ids.ndim], "embed")
   *dims, own = map(axis_names, dividing_axes(names, (*ids.shape, table_VD.shape[1])))
-  if not parts or own or not {*parts} <= {axis for axes in dims for axis in axes}:
+  is_exchangeable = parts and {*parts} <= {axis for axes in dims for axis in axes} and not own
+  if not is_exchangeable or target_device().platform != "gpu":
     return rows(constrain(table_VD, (axes[0], None)), ids, dtype)
   used = {*dims[0], *parts}
 
