@@ -70,27 +70,24 @@ def is_stalled(reports: Sequence[Report], limit_s: float) -> bool:
   return all(report.seconds >= limit_s for report in reports)
 
 
-class Watchdog:
+class Watchdog(contextlib.ExitStack):
   """Watches the processes of a run inside a `with`; does nothing for a single process."""
 
   def __init__(self) -> None:
     """Reads ROSETTA_T5_STALL_SECONDS, the time without progress after which the run ends; 0 for never."""
+    super().__init__()
     self._limit_s = float(os.environ.get(VARIABLE, _DEFAULT_LIMIT_S))
     self._ended = threading.Event()
-    self._thread: threading.Thread | None = None
     self.set_phase(_STARTING)
 
   def __enter__(self) -> Watchdog:
     self.set_phase(_STARTING)  # The time before the run, such as compilation, does not count.
     if jax.process_count() > 1 and self._limit_s > 0:
-      self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-      self._thread.start()
+      thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+      thread.start()
+      self.callback(thread.join)
+      self.callback(self._ended.set)  # This is called first.
     return self
-
-  def __exit__(self, *exc_info: object) -> None:
-    self._ended.set()
-    if self._thread is not None:
-      self._thread.join()
 
   @property
   def seconds_in_phase(self) -> float:

@@ -16,7 +16,6 @@ from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, Shapes
 from rosetta_t5.models.base_transformer import BaseTransformerModel
-from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.models.decoding_model import DecodingStart
 from rosetta_t5.training import losses
 from rosetta_t5.training.optimizers.optimizer_def import OptimizerDef
@@ -170,8 +169,7 @@ class DecoderOnlyModel(BaseTransformerModel):
     start = self.start_decoding(params, batch)
     decodes, aux = self._decode(params, start, num_decodes, return_all_decodes, decoder_params, rng)
     assert start.cache_index is not None
-    decodes = remove_prefix(decodes, start.cache_index, self.pad_id)
-    return decodes, {**aux, **fraction_left_behind(start.sown)}
+    return remove_prefix(decodes, start.cache_index, self.pad_id), aux
 
   def start_decoding(self, params: PyTree, batch: Batch) -> DecodingStart:
     """Fills the cache with the inputs; see `predict_batch_with_aux` for the arguments."""

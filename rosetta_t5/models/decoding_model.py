@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from rosetta_t5 import decoding
 from rosetta_t5.models.base_model import BaseModel, Batch, PyTree, accepts, call_decode_fn
+from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.networks.layers.decoding_cache import PRECOMPUTED
 from rosetta_t5.networks.other_networks import setting_of
 
@@ -127,7 +128,7 @@ class DecodingModel(BaseModel):
     decoder_params: Mapping[str, Any] | None,
     rng: jax.Array | None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (decodes, {"scores": scores}) from the decode function.
+    """Returns the decodes and their auxiliary values; see `predict_batch_with_aux`.
 
     Args:
       params: the parameters.
@@ -161,6 +162,7 @@ class DecodingModel(BaseModel):
       eos_id=self.output_vocabulary.eos_id or 1,
       num_decodes=num_decodes,
     )
+    aux = fraction_left_behind(start.sown)
     if return_all_decodes:
-      return decodes_BNT, {"scores": scores_BN}
-    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1]}
+      return decodes_BNT, {"scores": scores_BN, **aux}
+    return decodes_BNT[:, -1], {"scores": scores_BN[:, -1], **aux}

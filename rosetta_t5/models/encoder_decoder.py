@@ -18,7 +18,6 @@ from rosetta_t5.adapters import Adapter
 from rosetta_t5.argument_types import NonNegativeNumber, Positive, Rate
 from rosetta_t5.models.base_model import Batch, LazySeqioClass, PyTree, has_argument
 from rosetta_t5.models.base_transformer import BaseTransformerModel
-from rosetta_t5.models.batch_metrics import fraction_left_behind
 from rosetta_t5.models.decoding_model import DecodingStart
 from rosetta_t5.networks.layers.stack import CROSS_ATTENTION
 from rosetta_t5.training import losses
@@ -232,8 +231,7 @@ class EncoderDecoderModel(BaseTransformerModel):
     if return_all_decodes is None:
       return_all_decodes = defaults.return_all_decodes
     start = self.start_decoding(params, batch, prompt_with_targets)
-    decodes, aux = self._decode(params, start, num_decodes, return_all_decodes, decoder_params, rng)
-    return decodes, {**aux, **fraction_left_behind(start.sown)}
+    return self._decode(params, start, num_decodes, return_all_decodes, decoder_params, rng)
 
   def start_decoding(
     self, params: PyTree, batch: Batch, prompt_with_targets: bool = False
