@@ -186,15 +186,12 @@ def _array_collectives(
   size = count * work.microbatches * work.layout.bytes_of(array, work.examples, shards)
   # The devices that have parts of a table look up each other's tokens, and then exchange parts of rows.
   lookups = [x for x in readers if x.primitive == "gather" and shards]
-  passes = (1 + array.is_trained) * work.microbatches * work.itemsize / array.dtype.itemsize
-  rows_looked_up = sum(work.layout.bytes_of(x, work.examples) for x in lookups)
-  yield Collective(ALL_TO_ALL, shards, passes * rows_looked_up, "activations")
-  # Where the devices that have the array's parts are those that split the rows, or where it has no parts, XLA gathers
-  # it once for both passes of tied logits, and adds up its gradients before it sends them.
-  is_whole = split <= {*shards} and not (shards and others)
+  looked_up = sum(work.layout.bytes_of(x, work.examples) for x in lookups)
+  yield Collective(ALL_TO_ALL, shards, (1 + array.is_trained) * looked_up, "activations")
   whole = [x for x in readers if x not in lookups]
-  reads = sum(map(_times_read, whole))
-  yield Collective(ALL_GATHER, shards, (min(reads, 2) if is_whole else reads) * size, "parameters")
+  # The table of tied logits is gathered once for both passes.
+  gathers = sum(1 if lookups else _times_read(x) for x in whole)
+  yield Collective(ALL_GATHER, shards, gathers * size, "parameters")
   if not array.is_trained:
     return
   yield Collective(REDUCE_SCATTER, shards, size if whole else 0.0, "gradients", layers * len(whole))

@@ -235,12 +235,18 @@ class _Moments:
     work, shards = self.work, self.work.shards((FSDP_AXIS, CONTEXT_AXIS))
     if shards == 1:
       return 0.0, 0.0, {}
-    # Of an embedding and an output layer: both and the latter's gradient, or two of them with a loss in chunks; and
-    # the kernels of a stack of layers, which XLA gathers well before their backward pass, so that communication
-    # overlaps.
-    tables = 1.0 if work.loss_chunk_length else 1.5
-    # At the end, the gradients of both lookups and of the output layer exist before they are scattered.
-    end = 1.5
+    # Tables of tokens are not gathered, but output layers are, and the kernels of a stack of layers, which XLA
+    # gathers well before their backward pass, so that communication overlaps.
+    kernels = {
+      x.parameters: self.layout.bytes_of(x, 0, (FSDP_AXIS, CONTEXT_AXIS))
+      for part in self.segments
+      for value in part.values
+      for x in value.operands
+      if not part.count and value.primitive == "dot_general" and value.is_batched and x.parameters
+    }
+    outputs = sum(kernels.values())
+    # The gradient of an output layer exists beside it if gradients of microbatches are added up.
+    factor = 1.0 if work.microbatches == 1 else 2.0
     layers = {}
     for number in self.layers:
       part, share = self.segments[number], 1.0
@@ -249,16 +255,14 @@ class _Moments:
       elif part.is_scanned:
         # A scan gathers one layer's kernels while it computes another's, in the compute dtype.
         share = 2 * work.itemsize / 4 / part.count
-        # Of two tables only one is complete at a time: the output layer, or its gradient.
-        tables, end = 0.5, 1.0
+        factor = 1.0
       elif work.microbatches == 1:
         # XLA gathers about half of the kernels ahead; those of one layer if layers are rematerialized or the
-        # kernels are in fp8. Nothing reads the embedding again.
+        # kernels are in fp8.
         is_ahead = work.remat_policy == "none" and not work.fp8
         share = 0.5 if is_ahead else 1 / part.count
-        tables = 1.0
       layers[number] = share * shards * self.gradients[number]
-    return tables * shards * self.tables, end * shards * self.tables, layers
+    return factor * outputs, outputs, layers
 
   def _kernel_copies(self, number: int) -> float:
     """Returns the bytes of the copies of a segment's kernels that are kept for the backward pass.
