@@ -6,4 +6,5 @@ This script downloads nothing. Put the file at DIR/lambada/lambada_test.jsonl, a
 'lambada' with --tfds_data_dir=DIR, or ROSETTA_T5_DATA=DIR."""
 
 if __name__ == "__main__":
-  raise SystemExit(__doc__)
+  print(__doc__)
+  raise SystemExit(1)

@@ -12,4 +12,5 @@ Your options:
   3. Train on your own text: docs/data.md, "Your own files"."""
 
 if __name__ == "__main__":
-  raise SystemExit(__doc__)
+  print(__doc__)
+  raise SystemExit(1)
