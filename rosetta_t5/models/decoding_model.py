@@ -41,9 +41,8 @@ class DecodingModel(BaseModel):
 
   decode_fn: Any
   output_vocabulary: Any
-  _decode_method: Any = (
-    None  # the module's method that computes a decoding step; None for `__call__`
-  )
+  # The module's method that computes a decoding step; None for `__call__`.
+  _decode_method: Any = None
 
   @property
   def start_id(self) -> int:
