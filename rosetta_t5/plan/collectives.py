@@ -1,9 +1,10 @@
 """The collectives of a training step and their bytes, from its traced loss and the layout of its arrays.
 
-Three rules cover tensor, sequence, expert, context and fully sharded data parallelism, whatever the network:
+Four rules cover tensor, sequence, expert, context and fully sharded data parallelism, whatever the network:
 - If the contracted dimension of a matmul is sharded, each device has partial sums of the result, which are added
   up over devices.
 - If an operand is sharded along a dimension along which the result is not, the operand is gathered.
+- If rows are looked up in a table of which each device has a part of every row, the devices exchange these parts.
 - The gradient of a parameter is summed over the mesh axes that shard the examples and positions.
 tests/parallel/test_collectives.py compares the bytes with those of compiled steps.
 """
