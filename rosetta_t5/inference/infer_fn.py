@@ -228,9 +228,9 @@ def cut_rows(
     is_scoring: whether targets are scored instead of decoded.
   """
   # The feature that determines the length, and the prefix of the features to cut.
-  decoder = (
-    ("decoder_target_tokens", "decoder_") if is_scoring else ("decoder_causal_attention",) * 2
-  )
+  decoder = ("decoder_causal_attention", "decoder_causal_attention")
+  if is_scoring:
+    decoder = ("decoder_target_tokens", "decoder_")
   pairs = [("encoder_input_tokens", "encoder_"), decoder]
   measured, cut_prefix = next((pair for pair in pairs if pair[0] in rows[0][1]), ("", ""))
   if not measured:

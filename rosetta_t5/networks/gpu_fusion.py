@@ -59,8 +59,9 @@ def square_sums(tree: Any) -> list[jax.Array]:
 def sums_of_squares(arrays: Sequence[jax.Array], axis: Sequence[int]) -> jax.Array:
   """Returns the sum of squares of each of N arrays of one shape over `axis`, whose dimensions become 1: [N, ...].
 
-  A GPU first adds up parts of rows, or 16 rows. XLA needs two kernels for the sum of a large array, and fuses only
-  the first of them with those of other arrays; sums over long columns it does not fuse at all.
+  A GPU first adds up the part of each row that a device has or, where rows are kept, groups of up to 16 rows. XLA
+  needs two kernels for the sum of a large array, and fuses only the first of them with those of other arrays; sums
+  over long columns it does not fuse at all.
   """
   if target_device().platform != "gpu" or not axis:
     return jnp.stack([jnp.sum(jnp.square(x), axis=tuple(axis), keepdims=True) for x in arrays])

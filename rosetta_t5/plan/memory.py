@@ -235,16 +235,16 @@ class _Moments:
     work, shards = self.work, self.work.shards((FSDP_AXIS, CONTEXT_AXIS))
     if shards == 1:
       return 0.0, 0.0, {}
-    # Tables of tokens are not gathered, but output layers are, and the kernels of a stack of layers, which XLA
-    # gathers well before their backward pass, so that communication overlaps.
-    kernels = {
+    # Tables of tokens are not gathered, because rows are exchanged. Output layers are, and the kernels of a stack of
+    # layers, which XLA gathers well before their backward pass, so that communication overlaps.
+    bytes_by_kernel = {
       x.parameters: self.layout.bytes_of(x, 0, (FSDP_AXIS, CONTEXT_AXIS))
       for part in self.segments
       for value in part.values
       for x in value.operands
       if not part.count and value.primitive == "dot_general" and value.is_batched and x.parameters
     }
-    outputs = sum(kernels.values())
+    outputs = sum(bytes_by_kernel.values())
     # The gradient of an output layer exists beside it if gradients of microbatches are added up.
     factor = 1.0 if work.microbatches == 1 else 2.0
     layers = {}

@@ -146,6 +146,8 @@ def test_split_positions_have_one_device_s_loss_and_gradients(name):
   ("name", "mesh"),
   [
     ("GPT", {"fsdp": 4, "context": 2}),
+    pytest.param("T5", {"context": 8}, marks=pytest.mark.slow),
+    pytest.param("GPT", {"fsdp": 4, "context": 1, "tensor": 2}, marks=pytest.mark.slow),
     pytest.param("T5", {"data": 2, "fsdp": 2, "context": 2}, marks=pytest.mark.slow),
     pytest.param("T5", {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
   ],
@@ -156,8 +158,10 @@ def test_devices_with_parts_of_a_table_have_one_device_s_loss_and_gradients(
   model, params, _, _ = make_case(name)
   batch = packed_batch(["decoder"] if name == "GPT" else ["encoder", "decoder"], batch=4)
   want = loss_and_gradients(model, params, batch)
-  found = loss_and_gradients(model, params, batch, PjitPartitioner(mesh=mesh))
-  assert_close(found, want, 1e-5)
+  partitioner = PjitPartitioner(mesh=mesh)
+  assert_close(loss_and_gradients(model, params, batch, partitioner), want, 1e-5)
+  loss = partitioner.partition(model.loss_fn, (None, partitioner.data_partition_spec, None), None)
+  assert "all-to-all" in loss.lower(params, batch, None).compile().as_text()
 
 
 @pytest.mark.slow

@@ -18,7 +18,13 @@ from rosetta_t5.kernels.xla_attention import soft_cap
 from rosetta_t5.networks.layers.dense import DenseGeneral, DenseParameters, Initializer
 from rosetta_t5.networks.layers.matmuls import product_of_few_rows
 from rosetta_t5.parallel.mesh import axis_names
-from rosetta_t5.parallel.placement import constrain, context_shards, dividing_axes, target_device
+from rosetta_t5.parallel.placement import (
+  constrain,
+  context_shards,
+  current,
+  dividing_axes,
+  target_device,
+)
 
 default_embed_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
@@ -114,26 +120,29 @@ def make_token_embedder(config: Any, name: str | None = None) -> Embed:
 def _look_up(table_VD: jax.Array, axes: tuple[str, str], ids: jax.Array, dtype: Any) -> jax.Array:
   """Returns the rows of a table with these logical axes, which may be split over devices.
 
-  On GPUs, each device of those that have parts of all rows looks up the ids of all these devices. Then they exchange
-  the parts, which are smaller than the table. CPUs gather the table: with the exchange, K-FAC's and Sophia's steps
+  On GPUs, the devices among which each row is split look up one another's ids in their own part, and exchange the
+  results, which are smaller than the table. CPUs gather the table: with the exchange, K-FAC's and Sophia's steps
   blocked in XLA's collectives for CPUs.
   """
   vocab, embed = dividing_axes(axes, table_VD.shape)
-  rows, parts = _sum_of_rows if vocab else _rows, axis_names(embed)
+  rows = _rows_of_split_table if vocab else _rows
+  row_axes = tuple(axis for axis in axis_names(embed) if current().mesh.shape[axis] > 1)
   names = (*("batch", "length", *[None] * ids.ndim)[: ids.ndim], "embed")
-  *dims, own = map(axis_names, dividing_axes(names, (*ids.shape, table_VD.shape[1])))
-  is_exchangeable = parts and {*parts} <= {axis for axes in dims for axis in axes} and not own
-  if not is_exchangeable or target_device().platform != "gpu":
+  *id_axes, activation_axes = map(axis_names, dividing_axes(names, (*ids.shape, table_VD.shape[1])))
+  is_exchangeable = row_axes and {*row_axes} <= {axis for dim in id_axes for axis in dim}
+  if not is_exchangeable or activation_axes or target_device().platform != "gpu":
     return rows(constrain(table_VD, (axes[0], None)), ids, dtype)
-  used = {*dims[0], *parts}
+  # Positions are split over further axes only afterwards; see `Embed`.
+  used = {*id_axes[0], *row_axes}
 
-  def split(x: jax.Array, apart: tuple[str, ...]) -> jax.Array:
-    spec = [tuple(a for a in axes if a in used and a not in apart) for axes in dims]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec, *[apart] * (x.ndim - ids.ndim)))
+  def split(x: jax.Array, feature_axes: tuple[str, ...]) -> jax.Array:
+    spec = [tuple(a for a in dim if a in used and a not in feature_axes) for dim in id_axes]
+    spec += [feature_axes] * (x.ndim - ids.ndim)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
 
-  vectors = rows(table_VD, split(ids, parts), dtype)
-  for n in range(len(parts), -1, -1):  # XLA exchanges over one axis at a time
-    vectors = split(vectors, parts[:n])
+  vectors = rows(table_VD, split(ids, row_axes), dtype)
+  for n in range(len(row_axes), -1, -1):  # XLA exchanges over one axis at a time
+    vectors = split(vectors, row_axes[:n])
   return vectors
 
 
@@ -144,21 +153,25 @@ def _rows(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _sum_of_rows(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the rows of a table whose rows are on several devices, the sum of their results in `dtype`.
+def _rows_of_split_table(table_VD: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the rows of a table whose rows are on several devices; XLA adds up their results.
 
-  At most one device's result is not zero, so the numbers are those of `_rows`, whose sum would be float32. The
-  gradient is that of `_rows`.
+  The table is cast first, so that this sum is in `dtype`. At most one device's result is not zero, so the numbers are
+  those of `_rows`. The gradient is that of `_rows`.
   """
   return _rows(table_VD.astype(dtype), ids, dtype)
 
 
-def _sum_of_rows_backward(dtype: Any, saved: tuple, gradient: jax.Array) -> tuple[jax.Array, None]:
+def _rows_of_split_table_backward(
+  dtype: Any, saved: tuple, gradient: jax.Array
+) -> tuple[jax.Array, None]:
   table_VD, ids = saved
   return jax.vjp(lambda table_VD: _rows(table_VD, ids, dtype), table_VD)[1](gradient)[0], None
 
 
-_sum_of_rows.defvjp(lambda *args: (_sum_of_rows(*args), args[:2]), _sum_of_rows_backward)
+_rows_of_split_table.defvjp(
+  lambda *args: (_rows_of_split_table(*args), args[:2]), _rows_of_split_table_backward
+)
 
 
 def position_vectors(
@@ -185,7 +198,7 @@ def position_vectors(
   table_LD = param_with_axes("position_embedding", init, shape, jnp.float32, axes=axes)
   # Examples that are full while others are still being decoded have positions beyond the table.
   vectors_BTD = _look_up(
-    table_LD, axes, jnp.minimum(positions_BT, config.max_length - 1), config.dtype
+    table_LD, axes, jnp.clip(positions_BT, 0, config.max_length - 1), config.dtype
   )
   return constrain(vectors_BTD, ("batch", "length", "embed"))
 

@@ -16,7 +16,7 @@ from rosetta_t5.argument_types import NonNegativeNumber, Positive, PositiveNumbe
 from rosetta_t5.networks.gpu_fusion import global_norm, sums_of_squares, with_common_factor
 from rosetta_t5.parallel.placement import target_device
 from rosetta_t5.training.optimizers import factor_rules, optimizer_def
-from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, FactorRule, HParamMap
+from rosetta_t5.training.optimizers.factor_rules import FactorDim, FactorDims, HParamMap
 from rosetta_t5.training.optimizers.optimizer_def import Optimizer, OptimizerDef, OptimizerState
 
 PyTree = Any
@@ -96,6 +96,7 @@ class Adafactor(OptimizerDef):
       )
     self.dtype_momentum = jnp.dtype(given.pop("dtype_momentum"))
     super().__init__(optimizer_def.HyperParams(**given))
+    self._axes: dict[str, Any] = {}  # the logical axes of each parameter, where they are known
 
   def set_param_axes(self, param_logical_axes: PyTree) -> None:
     """Derives the factor rules from the parameters' logical axes, if `logical_factor_rules` is set.
@@ -103,6 +104,7 @@ class Adafactor(OptimizerDef):
     Raises:
       ValueError: an axis has no rule (see `rules_from_axes`).
     """
+    self._axes = optimizer_def.axes_by_path(param_logical_axes)
     roles = self.hyper_params.logical_factor_rules
     if roles is not None:
       rules = factor_rules.rules_from_axes(param_logical_axes, roles)
@@ -138,34 +140,38 @@ class Adafactor(OptimizerDef):
       grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, threshold / norm), grads)
 
     structure: Any = jax.tree.structure(params)
-    trees = (structure.flatten_up_to(tree) for tree in (params, state.param_states, grads))
     names = [optimizer_def.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-    values: dict[str, Any] = dict(zip(names, zip(*trees, strict=True), strict=True))
-    groups: dict[Any, list[str]] = {}
-    for path in names:
-      groups.setdefault(self._group(hyper_params, path, values[path][0]), []).append(path)
-    updated: dict[str, Any] = {}
-    for path, *others in groups.values():
+    trees = (structure.flatten_up_to(tree) for tree in (params, state.param_states, grads))
+    values = list(zip(*trees, strict=True))
+    groups: dict[Any, list[int]] = {}
+    for number, (path, (param, *_)) in enumerate(zip(names, values, strict=True)):
+      groups.setdefault(self._group_key(hyper_params, path, param), []).append(number)
+    updated: dict[int, Any] = {}
+    for first, *others in groups.values():
       if others:
-        group = [values[name] for name in (path, *others)]
-        results = self._apply_gradients(state.step, hyper_params, group, path)
-        updated |= zip((path, *others), results, strict=True)
+        group = [values[number] for number in (first, *others)]
+        results = self._apply_gradients(state.step, hyper_params, group, names[first])
+        updated |= zip((first, *others), results, strict=True)
       else:
-        param, moments, grad = values[path]
-        updated[path] = self.apply_param_gradient(
-          state.step, hyper_params, param, moments, grad, path
+        param, moments, grad = values[first]
+        updated[first] = self.apply_param_gradient(
+          state.step, hyper_params, param, moments, grad, names[first]
         )
-    new_params, new_states = zip(*(updated[path] for path in names), strict=True)
+    new_params, new_states = zip(*(updated[number] for number in range(len(names))), strict=True)
     new_state = OptimizerState(state.step + 1, structure.unflatten(new_states))
     return structure.unflatten(new_params), new_state
 
-  def _group(self, hyper_params: Any, path: str, param: jax.Array) -> Any:
-    """Returns the same for parameters that are updated together, in fewer kernels: on a GPU, those of one shape."""
-    has_own_rule = type(self).apply_param_gradient is not Adafactor.apply_param_gradient
-    if has_own_rule or target_device().platform != "gpu":
+  def _group_key(self, hyper_params: Any, path: str, param: jax.Array) -> Any:
+    """Returns a key; parameters with equal keys are updated together.
+
+    On a GPU these have the same shape, axes and rules, and few kernels update them. A CPU would gain nothing, and
+    somebody's own rule for one parameter is called for each.
+    """
+    rule = getattr(self.apply_param_gradient, "__func__", None)
+    if rule is not Adafactor.apply_param_gradient or target_device().platform != "gpu":
       return path
-    # Parameters whose rules differ may also be split differently over devices.
-    return param.shape, str(self._rule(path)), self._is_relative(hyper_params, path)
+    dims, is_relative = self._dims(param.shape, path), self._is_relative(hyper_params, path)
+    return param.shape, str(self._axes.get(path)), dims, is_relative
 
   def apply_param_gradient(
     self,
@@ -182,9 +188,9 @@ class Adafactor(OptimizerDef):
   def _apply_gradients(
     self, step: jax.Array, hyper_params: Any, group: Sequence[Any], path: str
   ) -> list[tuple[jax.Array, AdafactorParamState]]:
-    """Does the same for (parameter, state, gradient) of one shape and with the rules of that called `path`."""
-    params, states, given = zip(*group, strict=True)
-    grads = [grad.astype(jnp.float32) for grad in given]
+    """Returns the new (parameter, state) for each (parameter, state, gradient) of a group; `path` is that of one."""
+    params, states, raw_grads = zip(*group, strict=True)
+    grads = [grad.astype(jnp.float32) for grad in raw_grads]
     dims = self._dims(params[0].shape, path)
     age = jnp.asarray(step - hyper_params.step_offset, jnp.float32) + 1.0
     decay = 1.0 - age ** (-hyper_params.decay_rate)
@@ -206,10 +212,14 @@ class Adafactor(OptimizerDef):
       if hyper_params.beta1 is not None:
         update = hyper_params.beta1 * state.m + (1.0 - hyper_params.beta1) * update
         new_state = new_state.replace(m=update.astype(self.dtype_momentum))
-      new = (param if weight_decay is None else (1.0 - weight_decay) * param) - update, new_state
+      new_param = (param if weight_decay is None else (1.0 - weight_decay) * param) - update
       if hyper_params.skip_nan_updates:
-        new = jax.tree.map(lambda x, old: jnp.where(jnp.isnan(x), old, x), new, (param, state))
-      results.append((new[0].astype(param.dtype), new[1]))
+        new_param, new_state = jax.tree.map(
+          lambda new, old: jnp.where(jnp.isnan(new), old, new),
+          (new_param, new_state),
+          (param, state),
+        )
+      results.append((new_param.astype(param.dtype), new_state))
     return results
 
   def derive_logical_axes(self, optimizer: Optimizer, param_logical_axes: PyTree) -> Optimizer:
@@ -236,14 +246,11 @@ class Adafactor(OptimizerDef):
 
   def _dims(self, shape: tuple[int, ...], path: str) -> FactorDims:
     """Returns the roles of the dimensions of one parameter."""
-    smallest = self.hyper_params.min_dim_size_to_factor
-    return factor_rules.resolve(self._rule(path), shape, path, smallest)
-
-  def _rule(self, path: str) -> FactorRule:
-    if not self.hyper_params.factored:
-      return None
-    rules = self.hyper_params.factor_map
-    return rules[path] if rules else factor_rules.HEURISTIC_RULE
+    hyper_params, rule = self.hyper_params, None
+    if hyper_params.factored:
+      rules = hyper_params.factor_map
+      rule = rules[path] if rules else factor_rules.HEURISTIC_RULE
+    return factor_rules.resolve(rule, shape, path, hyper_params.min_dim_size_to_factor)
 
   def _is_relative(self, hyper_params: Any, path: str) -> bool:
     """Returns whether the learning rate of a parameter is relative to its scale."""
@@ -253,7 +260,7 @@ class Adafactor(OptimizerDef):
   def _step_sizes(
     self, hyper_params: Any, params: Sequence[jax.Array], dims: FactorDims, path: str
   ) -> jax.Array:
-    """Returns the learning rate of each of N parameters, [N, 1 or the size of a dimension, ...]."""
+    """Returns the learning rate of each parameter, [N, ...]; averaged dimensions have the size 1."""
     learning_rate = jnp.asarray(hyper_params.learning_rate, jnp.float32)
     if not self._is_relative(hyper_params, path):
       return jnp.full((len(params), *[1] * params[0].ndim), learning_rate)
