@@ -184,7 +184,7 @@ def test_finished_run_does_not_train(finished, monkeypatch):
 BAD_INPUT = {
   "unknown task": (
     "MIXTURE_OR_TASK_NAME='run_uper_case'",
-    r"no SeqIO task or mixture 'run_uper_case' \(MIXTURE_OR_TASK_NAME, --task\)\. Did you mean run_upper_case\?",
+    r"no SeqIO task or mixture 'run_uper_case' \(MIXTURE_OR_TASK_NAME, or --task of eval\)\. Did you mean run_upper_case\?",
   ),
   "unknown split": (
     "train/utils.DatasetConfig.split='training'",

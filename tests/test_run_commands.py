@@ -238,7 +238,11 @@ def test_infer_refuses_the_results_of_other_bindings_of_the_decode_function(
     ("infer --model_dir RUN --input a.txt --split test", 2, "error: --split needs a task"),
     ("eval --model_dir RUN --dry_run", 2, "--dry_run describes what gin files would run"),
     ("eval --model_dir RUN --trust --gin.NoSuch.x=1", 2, "NoSuch"),
-    ("eval --model_dir RUN --trust --split tset", 1, "(--split, or MIXTURE_OR_TASK_SPLIT"),
+    (
+      "eval --model_dir RUN --trust --split tset",
+      1,
+      "(--split of eval and inspect, or MIXTURE_OR_TASK_SPLIT",
+    ),
     ("eval --model_dir RUN --trust --split ../..", 2, "the split must be a name, got '../..'"),
     ("eval --model_dir RUN --trust --task nothing", 1, "nothing"),
     ("eval --model_dir RUN", 2, "the module 'tiny_tasks' is not imported"),

@@ -148,7 +148,7 @@ def find_task_or_mixture(cfg: DatasetConfig) -> Any:
     return seqio.get_mixture_or_task(cfg.name)
   near = did_you_mean(cfg.name, {*known, *TASKS}, cutoff=0.5)
   raise ValueError(
-    f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME, --task).{near} Set "
+    f"There is no SeqIO task or mixture '{cfg.name}' (MIXTURE_OR_TASK_NAME, or --task of eval).{near} Set "
     "MIXTURE_OR_TASK_MODULE (DatasetConfig.module) to the module of yours that registers it, got "
     f"{cfg.module!r}"
   )
@@ -200,7 +200,7 @@ def check_split(cfg: DatasetConfig, provider: Any) -> None:
   if not has_split(provider, cfg.split):
     raise ValueError(
       f"The task '{cfg.name}' has no split '{cfg.split}'; it has {', '.join(map(repr, splits))}. "
-      "Set DatasetConfig.split (--split, or MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
+      "Set DatasetConfig.split (--split of eval and inspect, or MIXTURE_OR_TASK_SPLIT in recipes that have it) to one of them."
     )
 
 

@@ -95,13 +95,18 @@ def test_adafactor_updates_parameters_of_one_shape_together_as_each_by_itself(se
   )
 
 
-def test_a_subclass_of_adafactor_with_a_rule_for_one_parameter_keeps_it():
-  class Frozen(Adafactor):
-    def apply_param_gradient(self, step, hyper_params, param, state, grad, path):
-      return param, state
+@pytest.mark.parametrize("is_subclass", [True, False])
+def test_a_users_rule_for_one_parameter_replaces_that_of_adafactor(is_subclass):
+  def keep(step, hyper_params, param, state, grad, path):
+    return param, state
 
+  if is_subclass:
+    frozen = type("Frozen", (Adafactor,), {"apply_param_gradient": staticmethod(keep)})
+    optimizer = frozen(learning_rate=0.01)
+  else:
+    optimizer = Adafactor(learning_rate=0.01)
+    optimizer.apply_param_gradient = keep
   params = {name: jnp.ones((144, 256)) for name in "ab"}
-  optimizer = Frozen(learning_rate=0.01)
 
   def update(params):
     state = optimizer.init_state(params)

@@ -164,8 +164,8 @@ class Adafactor(OptimizerDef):
   def _group_key(self, hyper_params: Any, path: str, param: jax.Array) -> Any:
     """Returns a key; parameters with equal keys are updated together.
 
-    On a GPU these have the same shape, axes and rules, and few kernels update them. A CPU would gain nothing, and
-    somebody's own rule for one parameter is called for each.
+    On a GPU they are those with the same shape, axes and rules, which few kernels then update. On a CPU each parameter
+    has a key of its own, because joining them gains nothing; so it has where a user overrides `apply_param_gradient`.
     """
     rule = getattr(self.apply_param_gradient, "__func__", None)
     if rule is not Adafactor.apply_param_gradient or target_device().platform != "gpu":
@@ -311,7 +311,7 @@ def _precondition(
 
 
 def _read_again(tree: PyTree) -> PyTree:
-  """Returns the arrays for a second computation of the same values from them.
+  """Returns the arrays such that XLA for CPUs computes anew what it has already computed from them.
 
   XLA for CPU would write a product that two reductions and an update share to memory, which takes longer than to
   compute it again.
