@@ -113,7 +113,7 @@ class TextInference:
       examples: texts, or {"input": text, "target": text}.
       preprocessors: convert texts to features.
       train_state: contains the parameters.
-      seed: that of samples; calls with the same one draw the same noise.
+      seed: the seed of random samples; calls with the same seed draw the same ones.
       **inference_kwargs: further arguments of the model's `predict_batch_with_aux`, `score_batch` or
         `embed_batch`, such as num_decodes=4.
 
